@@ -1,0 +1,8 @@
+"""The public names of `smcsample.kernels`."""
+
+from __future__ import annotations
+
+from smcsample.kernels.philox import Purpose, philox_4x32, uniform_float32, uniform_float64, words
+from smcsample.kernels.reference import draw_tokens
+
+__all__ = ["Purpose", "draw_tokens", "philox_4x32", "uniform_float32", "uniform_float64", "words"]

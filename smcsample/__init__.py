@@ -1,0 +1,36 @@
+"""Sequential Monte Carlo sampling from composed targets over token sequences."""
+
+from smcsample.algorithm import Step, run, smc
+from smcsample.demo import demo_models
+from smcsample.feynman_kac import FeynmanKac
+from smcsample.lm.agreement import Agreement, agreement
+from smcsample.lm.causal_lm import CausalLM, load_model
+from smcsample.lm.quantized import quantized
+from smcsample.lm.tabular import TabularLM
+from smcsample.posterior import DeadPopulationError, Posterior
+from smcsample.resampling import Status
+from smcsample.sampling import sample
+from smcsample.sequence import SequenceModel
+from smcsample.source import Source
+from smcsample.text_posterior import TextPosterior
+
+__all__ = [
+    "Agreement",
+    "CausalLM",
+    "DeadPopulationError",
+    "FeynmanKac",
+    "Posterior",
+    "SequenceModel",
+    "Source",
+    "Status",
+    "Step",
+    "TabularLM",
+    "TextPosterior",
+    "agreement",
+    "demo_models",
+    "load_model",
+    "quantized",
+    "run",
+    "sample",
+    "smc",
+]

@@ -1,0 +1,152 @@
+"""Sequential Monte Carlo over a Feynman–Kac model: the loop, and nothing else.
+
+Resampling comes at the start of a step, when the weights of the step before call for it. So every `Step` shows weighted
+particles before they are resampled, which is what estimates should use, and nobody resamples after the last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from smcsample.feynman_kac import FeynmanKac, State
+from smcsample.posterior import Posterior, population
+from smcsample.resampling import needs_resampling, scheme
+from smcsample.source import Source
+from smcsample.weights import check_increments, dead, ess, evidence, log_mean_exp
+
+
+@dataclass(frozen=True)
+class Step(Generic[State]):
+    """One step of a run, all groups side by side.
+
+    `ancestors` and `resampled` belong to the resampling that opened the step: particle n moved from where particle
+    `ancestors[g, n]` stood. Everything else is after the step: `state` and `log_weights` together are the weighted
+    particles, `log_evidence` is log Ẑ so far, `increments` the log-factors of this step.
+    """
+
+    t: int
+    running: Bool[Tensor, " group"]
+    resampled: Bool[Tensor, " group"]
+    ancestors: Int[Tensor, "group particle"]
+    increments: Float[Tensor, "group particle"]
+    log_weights: Float[Tensor, "group particle"]
+    ess: Float[Tensor, " group"]
+    log_evidence: Float[Tensor, " group"]
+    state: State | None
+
+    @property
+    def unique_ancestors(self) -> Int[Tensor, " group"]:
+        """How many particles of the step before have offspring in this one."""
+        marks = torch.zeros_like(self.ancestors).scatter(1, self.ancestors, 1)
+        return marks.sum(dim=1)
+
+
+def run(
+    model: FeynmanKac[State],
+    n_particles: int,
+    *,
+    n_groups: int = 1,
+    resampling: str = "systematic",
+    ess_threshold: float = 0.5,
+    seed: int | Sequence[int] = 0,
+    source: Source | None = None,
+) -> Iterator[Step[State]]:
+    """Run SMC, one `Step` at a time (Del Moral 2004; Chopin & Papaspiliopoulos 2020, Algorithm 10.3).
+
+    Args:
+        model: see `FeynmanKac`.
+        n_particles: particles per group.
+        n_groups: independent populations run side by side.
+        resampling: a scheme of `smcsample.resampling.SCHEMES`.
+        ess_threshold: τ in [0, 1]: a group resamples when its ESS is below τ·N. 0 never resamples, 1 always does
+            unless the weights are equal.
+        seed: see `Source`.
+        source: where random numbers come from, instead of a seed.
+
+    Raises:
+        ValueError: an argument out of range, before the model is called.
+        FloatingPointError: a weight that is NaN or +inf.
+    """
+    check_run(n_particles, n_groups, resampling, ess_threshold)
+    return _steps(model, source or Source(seed, n_groups, n_particles), resampling, ess_threshold)
+
+
+def check_run(n_particles: int, n_groups: int, resampling: str, ess_threshold: float) -> None:
+    """Refuse what no run can be made of."""
+    if n_particles < 1:
+        raise ValueError(f"n_particles = {n_particles} is less than 1; use at least one particle")
+    if n_groups < 1:
+        raise ValueError(f"n_groups = {n_groups} is less than 1; use at least one group")
+    if not 0 <= ess_threshold <= 1:
+        raise ValueError(f"ess_threshold = {ess_threshold} is outside [0, 1]; it is a fraction of n_particles")
+    if scheme(resampling).name == "fearnhead_clifford":
+        raise ValueError(
+            "resampling = 'fearnhead_clifford' picks n of M > n distinct atoms and would keep all N of N particles; "
+            "call smcsample.resampling.resample for it, and use 'systematic' or 'ssp' here"
+        )
+
+
+def _steps(model: FeynmanKac[State], source: Source, resampling: str, threshold: float) -> Iterator[Step[State]]:
+    shape = source.n_groups, source.n_particles
+    state = model.initial(source)
+    stay = torch.arange(shape[1], device=source.device).expand(shape)
+    log_w = torch.zeros(shape, dtype=torch.float64, device=source.device)
+    banked = log_w.new_zeros(shape[0])
+    t, running = 0, ~model.finished(state, 0)
+    while bool(running.any()):
+        resampled = needs_resampling(log_w, threshold) & running
+        ancestors = stay
+        if bool(resampled.any()):
+            banked = torch.where(resampled, banked + log_mean_exp(log_w), banked)
+            drawn = source.resample(log_w, resampling, t, resampled)
+            ancestors = torch.where(resampled[:, None], drawn.ancestors, stay)
+            log_w = torch.where(resampled[:, None], drawn.log_w, log_w)
+            state = model.select(state, ancestors)
+        source.begin(t)
+        state, increments = model.step(state, t, source)
+        increments = torch.where(running[:, None], increments.double(), 0.0)
+        check_increments(increments, type(model).__name__, t)
+        log_w = log_w + increments
+        yield Step(t, running, resampled, ancestors, increments, log_w, ess(log_w), evidence(banked, log_w), state)
+        t += 1
+        running = running & ~model.finished(state, t) & ~dead(log_w)
+
+
+def smc(
+    model: FeynmanKac[State],
+    n_particles: int,
+    *,
+    n_groups: int | None = None,
+    resampling: str = "systematic",
+    ess_threshold: float = 0.5,
+    seed: int | Sequence[int] = 0,
+    source: Source | None = None,
+) -> Posterior | list[Posterior]:
+    """Run SMC to the end and return the weighted particles.
+
+    The particles are the model's final state; for a state of tensors `[group, particle, …]` (or a tuple, list or dict
+    of them) each posterior holds its group's part.
+
+    Args: see `run`. `n_groups` given: a list with a posterior for each; None: one group, and its posterior.
+
+    Raises:
+        ValueError: as `run`; also a model that is finished before its first step.
+    """
+    groups = 1 if n_groups is None else n_groups
+    check_run(n_particles, groups, resampling, ess_threshold)
+    source = source or Source(seed, groups, n_particles)
+    steps: list[Step] = []
+    final = None
+    for final in _steps(model, source, resampling, ess_threshold):
+        steps.append(replace(final, state=None))
+    if final is None:
+        raise ValueError(f"model {type(model).__name__} is finished before its first step; nothing was sampled")
+    one = [source.take(torch.tensor([g])) for g in range(groups)]
+    posteriors = [Posterior(population(final.state, g), steps, g, one[g]) for g in range(groups)]
+    return posteriors if n_groups is not None else posteriors[0]

@@ -1,0 +1,140 @@
+"""A Hugging Face causal language model with its tokenizer, checked once."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smcsample.lm.cached import CachedStream
+from smcsample.lm.prompt import Prompt, is_chat
+
+if TYPE_CHECKING:
+    from smcsample.lm.batch import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class CausalLM:
+    """A model and its tokenizer. Build it with `load_model`.
+
+    Ids beyond the tokenizer's (rows that pad the output matrix) are not tokens: their logits are cut off before any
+    softmax, so models of one tokenizer agree on the vocabulary whatever their padding.
+
+    Raises:
+        ValueError: an encoder–decoder, a model with a recurrent state, or one that takes no position ids: their rows
+            could not be followed.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    vocab_size: int = field(init=False)
+    context_length: int | None = field(init=False)
+    eos_ids: tuple[int, ...] = field(init=False)
+    """Every id that ends a text: the generation config's and the tokenizer's."""
+
+    def __post_init__(self) -> None:
+        config, kind = self.model.config, type(self.model).__name__
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"model {self.name} ({kind}) is an encoder–decoder; smcsample needs a decoder-only model")
+        if getattr(self.model, "_is_stateful", False):
+            raise ValueError(f"model {self.name} ({kind}) has a recurrent state, which can't follow resampled rows yet")
+        if "position_ids" not in inspect.signature(self.model.forward).parameters:
+            raise ValueError(f"model {self.name} ({kind}) takes no position_ids, so unequal prompts can't be padded")
+        text = config.get_text_config()
+        eos: set[int] = set()
+        for given in (getattr(self.model.generation_config, "eos_token_id", None), self.tokenizer.eos_token_id):
+            eos.update([given] if isinstance(given, int) else given or [])
+        object.__setattr__(self, "vocab_size", min(text.vocab_size, len(self.tokenizer)))
+        object.__setattr__(self, "context_length", getattr(text, "max_position_embeddings", None))
+        object.__setattr__(self, "eos_ids", tuple(sorted(eos)))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        return self.tokenizer.get_vocab()
+
+    def vocabulary(self) -> object:
+        return self._vocabulary
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of text (with the tokenizer's special tokens), of chat messages (by its template), or as given.
+
+        Raises:
+            ValueError: chat messages for a tokenizer without a chat template.
+        """
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        if is_chat(prompt):
+            if not self.tokenizer.chat_template:
+                raise ValueError(f"prompt is chat messages, but {self.name} has no chat template; give text")
+            text = self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return [int(i) for i in prompt]  # pyright: ignore[reportArgumentType]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        if len(ids) == 0:
+            raise ValueError(f"prompt is empty; {self.name} needs at least one token to continue from (its BOS, say)")
+
+    def stream(self, batch: Batch) -> CachedStream:
+        return CachedStream(self.model, self.name, self.vocab_size, batch)
+
+    def __repr__(self) -> str:
+        return f"CausalLM({self.name!r})"
+
+
+def load_model(
+    source: str | os.PathLike[str] | tuple[Any, Any] | CausalLM,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> CausalLM:
+    """Load a causal language model.
+
+    Args:
+        source: a Hugging Face name, a folder, a `.gguf` file, or a pair (model, tokenizer) already loaded (the model
+            is put in evaluation mode; `device` and `dtype` then are its own).
+        device: default: CUDA if there is one, else the CPU.
+        dtype: default: the checkpoint's on a GPU, float32 on a CPU.
+        kwargs: passed to `AutoModelForCausalLM.from_pretrained` (`revision=`, `token=`, …).
+
+    Raises:
+        FileNotFoundError: a `.gguf` path that does not exist.
+        ImportError: a GGUF file without the packages that read it.
+        ValueError: a model whose rows can't be followed (see `CausalLM`).
+    """
+    if isinstance(source, CausalLM):
+        return source
+    if isinstance(source, tuple):
+        model, tokenizer = source
+        return CausalLM(model.eval(), tokenizer, model.config.name_or_path or type(model).__name__)
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    name, where = str(source), str(source)
+    kwargs["dtype"] = dtype or ("auto" if device.type == "cuda" else torch.float32)
+    shared = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "trust_remote_code") if key in kwargs}
+    if where.endswith(".gguf"):
+        path = Path(where)
+        if not path.is_file():
+            raise FileNotFoundError(f"source = {where!r}: there is no such GGUF file")
+        name, where = path.stem, str(path.parent)
+        shared["gguf_file"] = kwargs["gguf_file"] = path.name
+    tokenizer = AutoTokenizer.from_pretrained(where, **shared)
+    model: Any = AutoModelForCausalLM.from_pretrained(where, **kwargs)
+    return CausalLM(model.eval().to(device), tokenizer, name)

@@ -1,0 +1,203 @@
+"""Weighted particles of one group, as the answer of a run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smcsample import diagnostics
+from smcsample.resampling import Status
+from smcsample.source import Source
+from smcsample.weights import dead, ess, normalise
+
+if TYPE_CHECKING:
+    import pandas
+
+    from smcsample.algorithm import Step
+
+
+class DeadPopulationError(RuntimeError):
+    """Every particle has weight zero, so there is nothing to draw: log Ẑ is −inf."""
+
+
+class Record(NamedTuple):
+    """One step of a group, in numbers."""
+
+    t: int
+    ess: float
+    resampled: bool
+    unique_ancestors: int
+    log_evidence: float
+
+
+class Posterior:
+    """N weighted particles. `values` is a sequence of N, or a tensor (or a tree of tensors) with N in front.
+
+    `log_weights` are float64 and relative to what resamplings banked in `log_evidence`; `weights` sum to one.
+    """
+
+    def __init__(self, values: Any, steps: Sequence[Step], group: int, source: Source) -> None:
+        self.values = values
+        self._history = [step for step in steps if bool(step.running[group])]
+        self._group = group
+        self._source = source
+        self._draws = 1  # draw 0 is `answer`
+        self.log_weights: Float[Tensor, " particle"] = steps[-1].log_weights[group]
+        self.log_evidence: float = steps[-1].log_evidence[group].item()
+
+    def __len__(self) -> int:
+        return len(self.log_weights)
+
+    @property
+    def weights(self) -> Float[Tensor, " particle"]:
+        """Normalised weights; all zero if the population is dead."""
+        return normalise(self.log_weights)
+
+    @property
+    def ess(self) -> float:
+        """Effective sample size of the final weights, between 1 and N (0 if dead)."""
+        return ess(self.log_weights).item()
+
+    @property
+    def status(self) -> Status:
+        """OK, or DEAD if every weight is zero."""
+        return Status.DEAD if bool(dead(self.log_weights)) else Status.OK
+
+    @property
+    def steps(self) -> list[Record]:
+        """ESS, resampling, surviving ancestors and running log Ẑ of each step."""
+        g = self._group
+        return [
+            Record(s.t, s.ess[g].item(), bool(s.resampled[g]), int(s.unique_ancestors[g]), s.log_evidence[g].item())
+            for s in self._history
+        ]
+
+    @property
+    def genealogy(self) -> Int[Tensor, "step particle"]:
+        """`genealogy[t, n]`: which particle of step t−1 particle n of step t continues."""
+        return torch.stack([step.ancestors[self._group] for step in self._history])
+
+    @property
+    def increments(self) -> Float[Tensor, "step particle"]:
+        """The log-factor each step gave each particle."""
+        return torch.stack([step.increments[self._group] for step in self._history])
+
+    @property
+    def weight_history(self) -> Float[Tensor, "step particle"]:
+        """The log-weights after each step, before any resampling."""
+        return torch.stack([step.log_weights[self._group] for step in self._history])
+
+    @property
+    def answer(self) -> Any:
+        """One particle drawn ∝ weight: a draw from the posterior, the same every time for a seed."""
+        return self[self._pick(0)]
+
+    def draw(self, k: int | None = None) -> Any:
+        """A further draw ∝ weight, or a list of `k`: each call goes on where the last one stopped.
+
+        Raises:
+            DeadPopulationError: no particle has any weight.
+        """
+        first, self._draws = self._draws, self._draws + (1 if k is None else k)
+        drawn = [self[self._pick(i)] for i in range(first, self._draws)]
+        return drawn[0] if k is None else drawn
+
+    def expect(self, f: Callable[[Any], Any]) -> Any:
+        """Σ_n W_n f(x_n), by self-normalised weights. For tensor values `f` gets the whole `[particle, …]` tensor at
+        once and returns `[particle, …]`; otherwise it gets one value at a time and returns a number or an array.
+
+        Raises:
+            DeadPopulationError: no particle has any weight.
+        """
+        self._require_alive()
+        if isinstance(self.values, Tensor):
+            results = torch.as_tensor(f(self.values), dtype=torch.float64)
+            if results.shape[:1] != (len(self),):
+                raise ValueError(
+                    f"f returned shape {tuple(results.shape)}; give one result per particle, [{len(self)}, …]"
+                )
+        else:
+            results = torch.stack([torch.as_tensor(f(self[n]), dtype=torch.float64) for n in range(len(self))])
+        return torch.tensordot(self.weights, results, dims=1)
+
+    def vote(self, key: Callable[[Any], Hashable] = lambda value: value) -> dict[Any, float]:
+        """Total weight of each `key(value)`, heaviest first. Values whose key is None do not vote.
+
+        Raises:
+            DeadPopulationError: no particle has any weight.
+        """
+        self._require_alive()
+        totals: dict[Any, float] = defaultdict(float)
+        for n, weight in enumerate(self.weights.tolist()):
+            answer = key(self[n])
+            if answer is not None:
+                totals[answer] += weight
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def best(self) -> Any:
+        """The value with the largest total weight (equal values count together where values can be compared)."""
+        self._require_alive()
+        if isinstance(self.values, Sequence):
+            return next(iter(self.vote()))
+        return self[int(self.log_weights.argmax())]
+
+    def certificate(self) -> diagnostics.Certificate:
+        """What the weights say about the error of this posterior, or why they say nothing."""
+        return diagnostics.certificate(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists."""
+        return {
+            "log_evidence": self.log_evidence,
+            "ess": self.ess,
+            "status": self.status.name,
+            "log_weights": self.log_weights.tolist(),
+            "weights": self.weights.tolist(),
+            "steps": [record._asdict() for record in self.steps],
+        }
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row per particle.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        import pandas
+
+        return pandas.DataFrame(self._columns())
+
+    def _columns(self) -> dict[str, Any]:
+        return {
+            "value": [self[n] for n in range(len(self))],
+            "log_weight": self.log_weights.tolist(),
+            "weight": self.weights.tolist(),
+        }
+
+    def __getitem__(self, n: int) -> Any:
+        if isinstance(self.values, Sequence):
+            return self.values[n]
+        return pytree.tree_map(lambda leaf: leaf[n], self.values)
+
+    def _require_alive(self) -> None:
+        if self.status is Status.DEAD:
+            raise DeadPopulationError(
+                f"all {len(self)} particles have weight zero, so there is nothing to draw from; "
+                "the target may be out of this proposal's reach: try more particles, a wider proposal, a softer target"
+            )
+
+    def _pick(self, draw: int) -> int:
+        self._require_alive()
+        heights = self.weights.cumsum(0)
+        point = self._source.answers(draw)[0] * heights[-1]
+        return int((heights <= point).sum())
+
+
+def population(state: Any, group: int) -> Any:
+    """The part of a tree of `[group, particle, …]` tensors that belongs to one group."""
+    return pytree.tree_map(lambda leaf: leaf[group], state)

@@ -1,0 +1,44 @@
+"""The progress bar of a run."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from smcsample.algorithm import Step
+from smcsample.sequence import Rows
+
+
+class RoundProgress:
+    """Tokens per particle, prompts done, and the mean ESS, on stderr."""
+
+    def __init__(self, max_new_tokens: int, n_prompts: int, *, disabled: bool) -> None:
+        self._prompts = n_prompts
+        self._progress = Progress(
+            TextColumn("sampling"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} tokens · {task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            disable=disabled,
+            transient=True,
+        )
+        self._task = self._progress.add_task("sampling", total=max_new_tokens, note="")
+
+    def __enter__(self) -> RoundProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def update(self, step: Step[Rows]) -> None:
+        """After a round."""
+        assert step.state is not None
+        going = int(step.running.sum())
+        note = f"{going}/{self._prompts} prompts, ESS {step.ess[step.running].mean():.1f}"
+        self._progress.update(self._task, completed=step.state.ids.shape[1], note=note)

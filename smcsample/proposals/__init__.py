@@ -1,0 +1,6 @@
+"""How particles are extended."""
+
+from smcsample.proposals.base import Drafter, Proposal
+from smcsample.proposals.draft import Draft, default_proposal
+
+__all__ = ["Draft", "Drafter", "Proposal", "default_proposal"]

@@ -1,0 +1,399 @@
+"""Resampling: which particles of a group go on, and how many copies of each.
+
+A scheme turns normalised weights W and uniforms u into offspring counts O with `E[O_i] = n·W_i`; `ancestors_of` turns
+counts into ancestors, the same way for all schemes. Everything is a pure function of (log-weights, uniforms).
+
+Counts are computed in int64 fixed point (`fixed_point`): prefix sums are exact and associative, so every parallel scan
+gives the same bits, counts sum to n by construction, and a particle of weight zero is never chosen by rounding.
+
+| scheme | Var(O) | negatively associated | abs(O − nW) < 1 |
+|---|---|---|---|
+| `multinomial` | largest | yes | no |
+| `residual`, `stratified`, `killing` | at most multinomial | yes | no |
+| `ssp` | least | yes | yes |
+| `systematic` (default), `systematic_in_order` | least | no | yes |
+| `fearnhead_clifford` | weighted output: n distinct atoms out of N ≥ n | no | no |
+
+Negative association makes a scheme consistent whatever the order of the particles (Gerber, Chopin & Whiteley 2019).
+`systematic` gets there by a random order instead; `systematic_in_order` does not: with weights alternating between
+.5/N and 1.5/N its error never falls (Douc, Cappé & Moulines 2005). It is kept to show why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from smcsample.weights import dead, ess, normalise
+
+Counts = Int[Tensor, "group particle"]
+
+
+class Status(IntEnum):
+    """What became of a group."""
+
+    OK = 0
+    DEAD = 1
+
+
+class Resampled(NamedTuple):
+    """What `resample` returns.
+
+    Attributes:
+        ancestors: int64; the input particle each output particle copies.
+        log_w: float64, relative to the log-mean-exp of the input weights (the factor banked into log Ẑ), so that
+            their mean weight is 1: all zero for every scheme but Fearnhead–Clifford; `-inf` in a dead group.
+        status: int64, values of `Status`.
+    """
+
+    ancestors: Int[Tensor, "group n"]
+    log_w: Float[Tensor, "group n"]
+    status: Int[Tensor, "group"]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A resampling scheme and what it promises.
+
+    Attributes:
+        name: its key in `SCHEMES`.
+        draw: (log-weights of live groups [G, N], uniforms, n) → (offspring counts [G, N], the log-weight each
+            particle's offspring carry [G, N]).
+        uniforms: (N, n) → how many uniforms it takes per group.
+        source: where it comes from.
+        unbiased: the expected weight carried by the offspring of i is W_i, for every i.
+        negatively_associated: increasing functions of disjoint sets of counts have covariance ≤ 0.
+        within_one: |O_i − n·W_i| < 1 always.
+        same_size_only: needs n = N.
+        distinct: copies no particle, so n ≤ N, and the output is weighted.
+    """
+
+    name: str
+    draw: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    uniforms: Callable[[int, int], int]
+    source: str
+    unbiased: bool = True
+    negatively_associated: bool = False
+    within_one: bool = False
+    same_size_only: bool = False
+    distinct: bool = False
+
+
+def scheme(name: str) -> Scheme:
+    """The scheme of that name.
+
+    Raises:
+        ValueError: unknown name; lists the known ones.
+    """
+    if name in SCHEMES:
+        return SCHEMES[name]
+    close = get_close_matches(name, SCHEMES, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"unknown resampling scheme {name!r}.{hint} Known: {', '.join(SCHEMES)}.")
+
+
+_scheme = scheme  # under a name that the argument of `resample` does not hide
+
+
+def needs_resampling(log_w: Float[Tensor, "group particle"], threshold: float) -> Bool[Tensor, "group"]:
+    """The adaptive rule ESS < threshold·N (Liu & Chen 1995); False for a dead group, which resampling cannot help."""
+    return (ess(log_w) < threshold * log_w.shape[-1]) & ~dead(log_w)
+
+
+def resample(
+    log_w: Float[Tensor, "group particle"],
+    u: Float[Tensor, "group uniform"],
+    n: int | None = None,
+    scheme: str = "systematic",
+) -> Resampled:
+    """Draw n particles of each group by their weights.
+
+    Args:
+        log_w: log-weights, finite or `-inf`; not necessarily normalised.
+        u: uniforms strictly between 0 and 1, as many per group as the scheme's `uniforms(N, n)` says.
+        n: particles to draw; N by default.
+        scheme: a key of `SCHEMES`.
+
+    Returns:
+        Ancestors, new log-weights and status of each group. With n = N survivors keep their slot. A group of weights
+        that are all zero is `DEAD`: its ancestors are the identity (modulo N) and its log-weights stay `-inf`.
+
+    Raises:
+        FloatingPointError: a log-weight is NaN or `+inf`; names group and particle.
+        ValueError: a uniform outside (0, 1), a wrong number of them, n < 1, an unknown scheme, or an n that the scheme
+            cannot give.
+    """
+    groups, size = log_w.shape
+    n = size if n is None else n
+    rule = _scheme(scheme)
+    _check_size(rule, size, n)
+    _check_weights(log_w)
+    _check_uniforms(rule, u, groups, size, n)
+
+    log_w, is_dead = log_w.double(), dead(log_w)
+    counts, offspring_log_w = rule.draw(log_w.masked_fill(is_dead[:, None], 0.0), u.double(), n)
+    ancestors = ancestors_of(counts, n)
+    identity = torch.arange(n, device=log_w.device) % size
+    return Resampled(
+        torch.where(is_dead[:, None], identity, ancestors),
+        offspring_log_w.gather(-1, ancestors).masked_fill(is_dead[:, None], -math.inf),
+        is_dead.long() * int(Status.DEAD),
+    )
+
+
+def ancestors_of(counts: Counts, n: int) -> Int[Tensor, "group n"]:
+    """Ancestors with these offspring counts, which sum to n in each group.
+
+    With n = N survivors keep their slot (`ancestors[i] = i` wherever `counts[i] ≥ 1`) and surplus copies fill the
+    slots of the dead in index order, so only overwritten rows move (Murray, Lee & Jacob 2016). Otherwise ancestors come
+    in index order.
+    """
+    slots = torch.arange(n, device=counts.device).expand(counts.shape[0], n)
+    if n != counts.shape[-1]:
+        return torch.searchsorted(counts.cumsum(-1), slots.contiguous(), right=True)
+    vacant = counts == 0
+    surplus = (counts - (~vacant).long()).cumsum(-1)
+    return torch.where(vacant, torch.searchsorted(surplus, vacant.cumsum(-1) - 1, right=True), slots)
+
+
+def fixed_point(weights: Float[Tensor, "group particle"], n: int) -> Counts:
+    """floor(W·2^b) for weights that sum to one (or are all zero), with b such that n times their sum fits in int64.
+
+    b is 52 for N, n ≤ 1024 and falls by one with every further doubling.
+    """
+    bits = 62 - max(10, (max(weights.shape[-1], n) - 1).bit_length())
+    return (weights * 2.0**bits).floor().long()
+
+
+def scaled_floor(u: Float[Tensor, "*#shape"], total: Int[Tensor, "*#shape"]) -> Int[Tensor, "*#shape"]:
+    """floor(u·total), exactly, for float64 0 < u < 1 and 0 ≤ total < 2^62; hence below `total` unless that is 0.
+
+    Schoolbook multiplication in base 2^31. Four digits of u decide: what they cut off a u ≥ 2^-71 is nothing, and a
+    smaller u gives 0 either way.
+    """
+    high, low = total >> 31, total & (2**31 - 1)
+    digits = []
+    for _ in range(4):
+        u = u * 2.0**31
+        digits.append(u.floor().long())
+        u = u - u.floor()
+    carry = digits[3] * low >> 31
+    for j in (3, 2, 1):
+        carry = (digits[j] * high + digits[j - 1] * low + carry) >> 31
+    return digits[0] * high + carry
+
+
+def _multinomial(units: Counts, u: Tensor, n: int) -> Counts:
+    return _tally(_pick(units, u), units.shape[-1])
+
+
+def _residual(units: Counts, u: Tensor, n: int) -> Counts:
+    total = units.sum(-1, keepdim=True)
+    whole, rest = n * units // total, n * units % total
+    nearly_whole = rest >= total - 2 * n  # n·W_i an integer, but for the rounding of W_i to fixed point
+    whole, rest = whole + nearly_whole.long(), rest.masked_fill(nearly_whole, 0)
+    missing = n - whole.sum(-1, keepdim=True)
+    is_drawn = torch.arange(n, device=u.device) < missing
+    return whole + _tally(torch.where(is_drawn, _pick(rest, u), units.shape[-1]), units.shape[-1])
+
+
+def _stratified(units: Counts, u: Tensor, n: int) -> Counts:
+    total = units.sum(-1, keepdim=True)
+    points = scaled_floor(u, total)
+    stratum, inside = n * units.cumsum(-1) // total, n * units.cumsum(-1) % total
+    points = torch.cat([points, total], dim=-1)  # stratum n, past the last, holds no point
+    return _differences(stratum + (points.gather(-1, stratum) < inside).long())
+
+
+def _systematic_in_order(units: Counts, u: Tensor, n: int | Tensor) -> Counts:
+    total = units.sum(-1, keepdim=True).clamp_min(1)  # all zero: no offspring (an empty rest in Fearnhead–Clifford)
+    return _differences((n * units.cumsum(-1) - scaled_floor(u, total) + total - 1) // total)
+
+
+def _systematic(units: Counts, u: Tensor, n: int | Tensor) -> Counts:
+    order = u[:, 1:].argsort(dim=-1, stable=True)
+    counts = _systematic_in_order(units.gather(-1, order), u[:, :1], n)
+    return torch.zeros_like(counts).scatter(-1, order, counts)
+
+
+def _ssp(units: Counts, u: Tensor, n: int) -> Counts:
+    """Srinivasan's pairwise rounding along a tournament tree, log2 N levels deep.
+
+    Two fractional parts f, g ≥ 0 (units of `total`) meet: if f + g < 1 one of them takes both and the other is rounded
+    down; otherwise one is rounded up and the other takes f + g − 1. The odds keep both expectations. The last part
+    standing is an integer and below 1: zero.
+    """
+    total = units.sum(-1, keepdim=True)
+    counts, part = n * units // total, n * units % total
+    holder = torch.arange(units.shape[-1], device=u.device).expand_as(units)
+    while part.shape[-1] > 1:
+        paired = part.shape[-1] // 2 * 2
+        left, right = part[:, 0:paired:2], part[:, 1:paired:2]
+        left_holder, right_holder = holder[:, 0:paired:2], holder[:, 1:paired:2]
+        both = left + right
+        is_full = both >= total
+        favourable = torch.where(is_full, total - right, left)
+        possible = torch.where(is_full, 2 * total - both, both)
+        left_wins = scaled_floor(u[:, : paired // 2], possible) < favourable
+        counts = counts.scatter_add(-1, torch.where(left_wins, left_holder, right_holder), is_full.long())
+        carrier = torch.where(left_wins ^ is_full, left_holder, right_holder)
+        part = torch.cat([both - is_full * total, part[:, paired:]], dim=-1)
+        holder = torch.cat([carrier, holder[:, paired:]], dim=-1)
+        u = u[:, paired // 2 :]
+    return counts
+
+
+def _killing(units: Counts, u: Tensor, n: int) -> Counts:
+    keep_u, redraw_u = u.split(n, dim=-1)
+    is_kept = scaled_floor(keep_u, units.amax(-1, keepdim=True)) < units
+    return _tally(torch.where(is_kept, torch.arange(n, device=u.device), _pick(units, redraw_u)), n)
+
+
+def _fearnhead_clifford(log_w: Tensor, u: Tensor, n: int) -> tuple[Counts, Tensor]:
+    """Keep atoms with c·W ≥ 1 at their weight W, draw from the rest with probability c·W at weight 1/c.
+
+    c solves Σ min(1, c·W) = n. In descending order, the atom of rank k (from 0) is kept if (n − k)·W_k ≥ Σ_{j≥k} W_j.
+    Floats settle all but ties; the rest, rescaled to fixed point, settles those exactly, so that no atom left to the
+    draw can come out twice. Where fewer than n atoms have weight, atoms of weight zero fill the output, at `-inf`.
+    """
+    ordered, order = log_w.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(log_w.shape[-1], device=u.device)
+    slots_left = (n - rank).clamp_min(0)
+    log_tail = ordered.flip(-1).logcumsumexp(-1).flip(-1)
+    is_kept = (slots_left > 0) & (slots_left.double().log() + ordered >= log_tail)
+    units = fixed_point(normalise(ordered.masked_fill(is_kept, -math.inf)), n)
+    tail = units.flip(-1).cumsum(-1).flip(-1)
+    is_kept = is_kept | ((slots_left > 0) & (slots_left * units >= tail))
+
+    to_draw = n - is_kept.sum(-1, keepdim=True)
+    counts = is_kept.long() + _systematic(units.masked_fill(is_kept, 0), u, to_draw)
+    log_rest = ordered.masked_fill(is_kept, -math.inf).logsumexp(-1, keepdim=True)
+    log_inverse_c = log_rest - to_draw.clamp_min(1).double().log()
+    new_log_w = torch.where(is_kept, ordered, log_inverse_c) - log_w.logsumexp(-1, keepdim=True) + math.log(n)
+    return torch.zeros_like(counts).scatter(-1, order, counts), torch.zeros_like(log_w).scatter(-1, order, new_log_w)
+
+
+def _pick(units: Counts, u: Tensor) -> Int[Tensor, "group uniform"]:
+    """Particles drawn independently in proportion to `units`; N where these are all zero."""
+    ends = units.cumsum(-1)
+    return torch.searchsorted(ends, scaled_floor(u, ends[:, -1:]), right=True)
+
+
+def _tally(particles: Tensor, size: int) -> Counts:
+    """How often each of 0 … size − 1 occurs; an entry equal to `size` counts for no one."""
+    counts = particles.new_zeros(particles.shape[0], size + 1)
+    return counts.scatter_add(-1, particles, torch.ones_like(particles))[:, :size]
+
+
+def _differences(cumulative: Counts) -> Counts:
+    return cumulative.diff(dim=-1, prepend=torch.zeros_like(cumulative[:, :1]))
+
+
+def _equally_weighted(count: Callable[[Tensor, Tensor, int], Tensor]) -> Callable:
+    def draw(log_w: Tensor, u: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        return count(fixed_point(normalise(log_w), n), u, n), torch.zeros_like(log_w)
+
+    return draw
+
+
+def _check_size(rule: Scheme, size: int, n: int) -> None:
+    if n < 1:
+        raise ValueError(f"cannot resample to n={n} particles; n must be at least 1")
+    if rule.same_size_only and n != size:
+        raise ValueError(f"scheme {rule.name!r} returns as many particles as it is given: {size}, not n={n}")
+    if rule.distinct and n > size:
+        raise ValueError(f"scheme {rule.name!r} copies no particle, so it cannot make n={n} out of {size}")
+
+
+def _check_weights(log_w: Tensor) -> None:
+    bad = torch.isnan(log_w) | (log_w == math.inf)
+    if bool(bad.any()):
+        group, particle = (int(i) for i in bad.nonzero()[0])
+        value = log_w[group, particle].item()
+        raise FloatingPointError(
+            f"log-weight of group {group}, particle {particle} is {value}; finite or -inf expected"
+        )
+
+
+def _check_uniforms(rule: Scheme, u: Tensor, groups: int, size: int, n: int) -> None:
+    expected = (groups, rule.uniforms(size, n))
+    if tuple(u.shape) != expected:
+        raise ValueError(
+            f"{rule.name!r} from {size} to {n} particles takes u of shape {expected}, not {tuple(u.shape)}"
+        )
+    outside = ~((u > 0) & (u < 1))
+    if bool(outside.any()):
+        raise ValueError(f"uniforms must lie strictly between 0 and 1; got {u[outside][0].item()}")
+
+
+SCHEMES: dict[str, Scheme] = {
+    rule.name: rule
+    for rule in (
+        Scheme(
+            "multinomial",
+            _equally_weighted(_multinomial),
+            uniforms=lambda size, n: n,
+            source="Gordon, Salmond & Smith 1993",
+            negatively_associated=True,
+        ),
+        Scheme(
+            "residual",
+            _equally_weighted(_residual),
+            uniforms=lambda size, n: n,
+            source="Liu & Chen 1998",
+            negatively_associated=True,
+        ),
+        Scheme(
+            "stratified",
+            _equally_weighted(_stratified),
+            uniforms=lambda size, n: n,
+            source="Kitagawa 1996",
+            negatively_associated=True,
+        ),
+        Scheme(
+            "systematic",
+            _equally_weighted(_systematic),
+            uniforms=lambda size, n: 1 + size,
+            source="Carpenter, Clifford & Fearnhead 1999, over a random permutation",
+            within_one=True,
+        ),
+        Scheme(
+            "systematic_in_order",
+            _equally_weighted(_systematic_in_order),
+            uniforms=lambda size, n: 1,
+            source="Carpenter, Clifford & Fearnhead 1999",
+            within_one=True,
+        ),
+        Scheme(
+            "ssp",
+            _equally_weighted(_ssp),
+            uniforms=lambda size, n: size - 1,
+            source="Srinivasan 2001; Gerber, Chopin & Whiteley 2019; on a tree: Kramer, Cutler & Radcliffe 2011",
+            negatively_associated=True,
+            within_one=True,
+        ),
+        Scheme(
+            "killing",
+            _equally_weighted(_killing),
+            uniforms=lambda size, n: 2 * size,
+            source="Del Moral 2004; Chopin, Singh, Soto & Vihola 2022",
+            negatively_associated=True,
+            same_size_only=True,
+        ),
+        Scheme(
+            "fearnhead_clifford",
+            _fearnhead_clifford,
+            uniforms=lambda size, n: 1 + size,
+            source="Fearnhead & Clifford 2003",
+            distinct=True,
+        ),
+    )
+}

@@ -1,0 +1,158 @@
+"""The front door: `sample`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, overload
+
+import torch
+
+from smcsample.algorithm import Step, check_run, run
+from smcsample.lm.prompt import Prompt, split
+from smcsample.lm.stream import Model
+from smcsample.potentials import LM, Potential
+from smcsample.progress import RoundProgress
+from smcsample.proposals import Proposal, default_proposal
+from smcsample.sequence import SequenceModel
+from smcsample.source import Source
+from smcsample.text_posterior import TextPosterior
+
+
+@overload
+def sample(  # pyright: ignore[reportOverlappingOverload]  a str is a Sequence[str] too, but never a list of prompts
+    prompt: Prompt, target: Potential | Model, proposal: Proposal | None = None, **options: Any
+) -> TextPosterior: ...
+@overload
+def sample(
+    prompt: Sequence[Prompt], target: Potential | Model, proposal: Proposal | None = None, **options: Any
+) -> list[TextPosterior]: ...
+def sample(  # pyright: ignore[reportInconsistentOverload]  the options are spelt out here only
+    prompt: Prompt | Sequence[Prompt],
+    target: Potential | Model,
+    proposal: Proposal | None = None,
+    *,
+    n_particles: int = 8,
+    block_size: int = 7,
+    max_new_tokens: int = 128,
+    resampling: str = "systematic",
+    ess_threshold: float = 0.5,
+    seed: int | Sequence[int] = 0,
+    progress: bool | None = None,
+    source: Source | None = None,
+) -> TextPosterior | list[TextPosterior]:
+    """Draw continuations of a prompt from a composed target, as N weighted particles.
+
+    Each round the proposal drafts `block_size` tokens per particle, every factor of the target scores them, one bonus
+    token comes from the target itself, and particles are resampled when their weights have grown too unequal
+    (SMC speculative decoding: Emara et al. 2026, arXiv 2604.15672).
+
+    Args:
+        prompt: text, chat messages, token ids, or a list of these. Text is tokenised as it is; for a chat model's
+            template pass messages, `[{"role": "user", "content": "…"}]`.
+        target: what to draw from: a product of potentials such as `LM(m) ** 4`. A bare model m stands for `LM(m)`.
+        proposal: what drafts, such as `Draft(small_model)`. Default: the target's own model at temperature T/α, for
+            `LM(m, T) ** α`.
+        n_particles: N, particles per prompt: more is closer to the target.
+        block_size: K, drafted tokens per round (a round emits K + 1). Larger is faster with a cheap draft, and adds
+            variance. 0: every token is a bonus token, drawn from the target's own next-token law.
+        max_new_tokens: length cap. A text cut there counts as a sample of the target's prefixes of that length.
+        resampling: a scheme of `smcsample.resampling.SCHEMES`.
+        ess_threshold: τ in [0, 1]: a prompt's particles are resampled when their ESS is below τ·N.
+        seed: one integer (prompt i is stream i of it), or one per prompt (then a prompt's result does not depend on
+            its place in the list).
+        progress: show a progress bar on stderr. Default: only on a terminal.
+        source: where random numbers come from, instead of a seed.
+
+    Returns:
+        A `TextPosterior`, or a list of them for a list of prompts.
+
+    Raises:
+        ValueError, TypeError: bad input, before any model runs.
+        FloatingPointError: a model or potential gave NaN or +inf; the message says which, and where.
+    """
+    prompts, single = split(prompt)
+    target = target if isinstance(target, Potential) else LM(target)
+    proposal = (proposal or default_proposal(target)).matched_to(target)
+    check_run(n_particles, len(prompts), resampling, ess_threshold)
+    if block_size < 0:
+        raise ValueError(f"block_size = {block_size} is negative; use 0 to draw every token from the target's own law")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens = {max_new_tokens} is less than 1; ask for at least one token")
+    models = _models(target, proposal)
+    main = models[0]
+    ids = [_checked_ids(prompt, i, models, max_new_tokens) for i, prompt in enumerate(prompts)]
+
+    model = SequenceModel(
+        ids,
+        target,
+        proposal,
+        block_size=block_size,
+        max_new_tokens=max_new_tokens,
+        eos_ids=main.eos_ids,
+    )
+    source = source or Source(seed, len(ids), n_particles, main.device)
+    steps: list[Step] = []
+    final = None
+    show = sys.stderr.isatty() if progress is None else progress
+    with RoundProgress(max_new_tokens, len(ids), disabled=not show) as bar:
+        for final in run(
+            model, n_particles, n_groups=len(ids), resampling=resampling, ess_threshold=ess_threshold, source=source
+        ):
+            steps.append(replace(final, state=None))
+            bar.update(final)
+    assert final is not None
+    assert final.state is not None
+    texts = model.texts(final.state)
+    posteriors = [
+        TextPosterior(ids[g], texts[g], main, steps, g, source.take(torch.tensor([g], device=source.device)))
+        for g in range(len(ids))
+    ]
+    return posteriors[0] if single else posteriors
+
+
+def _models(target: Potential, proposal: Proposal) -> list[Model]:
+    """Every model of the run, the target's first.
+
+    Raises:
+        ValueError: no model, or models whose token ids do not mean the same or that lie on different devices.
+    """
+    models = list({id(m): m for m in (*target.models, *proposal.models)}.values())
+    if not models:
+        raise ValueError(
+            f"target {target!r} with proposal {proposal!r} names no language model; add LM(model) or Draft(model)"
+        )
+    first = models[0]
+    for other in models[1:]:
+        if other.vocab_size != first.vocab_size or other.vocabulary() != first.vocabulary():
+            raise ValueError(
+                f"{first.name} ({first.vocab_size} tokens) and {other.name} ({other.vocab_size} tokens) have different "
+                "vocabularies, so one can't weigh the other's tokens; use models of one tokenizer family"
+            )
+        if other.device != first.device:
+            raise ValueError(
+                f"{first.name} is on {first.device} and {other.name} on {other.device}; load both on one device"
+            )
+    return models
+
+
+def _checked_ids(prompt: Prompt, index: int, models: Sequence[Model], max_new_tokens: int) -> list[int]:
+    ids = models[0].encode(prompt)
+    for model in models:
+        try:
+            model.check_prompt(ids)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
+        outside = [i for i in ids if not 0 <= i < model.vocab_size]
+        if outside:
+            raise ValueError(
+                f"prompt {index} has the token id {outside[0]}, outside the vocabulary 0 … {model.vocab_size - 1} of "
+                f"{model.name}; encode it with that model's tokenizer"
+            )
+        if model.context_length is not None and len(ids) + max_new_tokens > model.context_length:
+            raise ValueError(
+                f"prompt {index} has {len(ids)} tokens and max_new_tokens = {max_new_tokens}; together they exceed the "
+                f"{model.context_length} positions of {model.name}. Shorten the prompt or ask for fewer tokens"
+            )
+    return ids

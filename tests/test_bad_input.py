@@ -1,0 +1,147 @@
+"""Bad input to the front door: an error that names the argument, the value and the remedy, before any forward."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import smcsample as smc
+from smcsample.potentials import LM
+from smcsample.proposals import Draft
+from tabular_models import draft_lm, target_lm
+from tiny_models import V, tiny, tokenizer
+
+
+@pytest.fixture(scope="module")
+def lm() -> smc.CausalLM:
+    lm = tiny("llama")
+
+    def ran(*args: object) -> None:
+        raise AssertionError("the model ran")
+
+    lm.model.register_forward_pre_hook(ran)
+    return lm
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": ""}, r"prompt 0: prompt is empty"),
+        ({"prompt": []}, r"prompt is an empty list"),
+        ({"prompt": [[3], []]}, r"prompt 1: prompt is empty"),
+        ({"prompt": [3, V]}, rf"prompt 0 has the token id {V}, outside the vocabulary 0 … {V - 1}"),
+        ({"prompt": [3, -1]}, r"prompt 0 has the token id -1"),
+        ({"prompt": [3] * 120}, r"prompt 0 has 120 tokens and max_new_tokens = 10; .* 128 positions"),
+        ({"n_particles": 0}, r"n_particles = 0 is less than 1"),
+        ({"block_size": -1}, r"block_size = -1 is negative"),
+        ({"max_new_tokens": 0}, r"max_new_tokens = 0 is less than 1"),
+        ({"resampling": "sytematic"}, r"sytematic.*systematic"),
+        ({"ess_threshold": 2.0}, r"ess_threshold = 2.0"),
+        ({"seed": [1, 2]}, r"seed has 2 entries for 1 groups"),
+        ({"seed": 1 << 70}, r"seed = .* is not an integer in"),
+    ],
+)
+def test_arguments_of_sample(lm: smc.CausalLM, options: dict[str, Any], message: str) -> None:
+    arguments = {"prompt": [3, 4], "max_new_tokens": 10} | options
+    with pytest.raises(ValueError, match=message):
+        smc.sample(target=LM(lm), **arguments)
+
+
+@pytest.mark.parametrize("prompt", [3, None, [3.5], [{"role": "user"}, 3], object()])
+def test_prompts_of_a_wrong_type(lm: smc.CausalLM, prompt: Any) -> None:
+    with pytest.raises(TypeError):
+        smc.sample(prompt, LM(lm))
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"temperature": -2.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": 0}]
+)
+def test_laws_of_target_and_proposal(lm: smc.CausalLM, options: dict[str, Any]) -> None:
+    for build in (LM, Draft):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            build(lm, **options)
+
+
+@pytest.mark.parametrize("alpha", [0, -1, float("nan"), float("inf")])
+def test_powers(lm: smc.CausalLM, alpha: float) -> None:
+    with pytest.raises(ValueError, match="alpha"):
+        LM(lm) ** alpha
+
+
+def test_vocabularies_must_agree(lm: smc.CausalLM) -> None:
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM \(64 tokens\) and tabular \(3 tokens\).*different vocabularies"
+    ):
+        smc.sample([1], LM(lm), Draft(smc.TabularLM([0.2, 0.3, 0.5], [[0.2, 0.3, 0.5]] * 3)))
+    smaller = smc.load_model((lm.model, tokenizer(40)))
+    with pytest.raises(ValueError, match=r"40 tokens.*vocabularies"):
+        smc.sample([3], LM(lm), Draft(smaller))
+    renamed = smc.TabularLM([0.2, 0.3, 0.5], [[0.2, 0.3, 0.5]] * 3, 2, tokens=("b", "a", "<eos>"), name="renamed")
+    with pytest.raises(ValueError, match=r"target.*renamed.*vocabularies"):
+        smc.sample([1], LM(target_lm()), Draft(renamed))
+
+
+def test_a_cut_proposal_is_refused_unless_the_target_is_cut_alike() -> None:
+    p, q = target_lm(), draft_lm()
+    for proposal in (Draft(q, 1.0, top_k=2), Draft(p, 1.0, top_p=0.9), Draft(p, 1.0, top_k=1)):
+        with pytest.raises(ValueError, match="never draws tokens that"):
+            smc.sample([0], LM(p, top_k=2), proposal)
+    smc.sample([0], LM(p, top_k=2) ** 2, Draft(p, top_k=2), max_new_tokens=4)
+    smc.sample([0], LM(p), Draft(q, 1.0, top_k=2, allow_truncation=True), max_new_tokens=4)
+
+
+def test_several_models_need_a_proposal() -> None:
+    with pytest.raises(ValueError, match="proposal is needed"):
+        smc.sample([0], LM(target_lm()) * LM(draft_lm()))
+
+
+def test_wrong_types_without_the_type_checker_of_the_tests() -> None:
+    """As users meet them: in a process without beartype's hook."""
+    program = """
+import smcsample as smc
+from smcsample.potentials import LM
+from smcsample.proposals import Draft
+lm = smc.TabularLM([0.5, 0.5], [[0.5, 0.5]] * 2)
+for build, *arguments in (LM, "gpt2"), (Draft, "gpt2"), (smc.sample, 3, LM(lm)), (smc.sample, [0.5], LM(lm)):
+    try:
+        build(*arguments)
+    except TypeError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["model is a str; give a CausalLM (smc.load_model(…)) or a TabularLM"] * 2
+    assert "prompt is a int" in lines[2]
+    assert "prompt[0] = 0.5" in lines[3]
+
+
+def test_gguf_that_is_not_there() -> None:
+    with pytest.raises(FileNotFoundError, match=r"no-such-file\.gguf"):
+        smc.load_model("no-such-file.gguf")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([0.5, 0.5], [[1.0, 0.0]]), r"\[V\] and \[V, V\]"),
+        (([0.5, 0.6], [[1.0, 0.0]] * 2), "initial is not a table of probabilities"),
+        (([0.5, 0.5], [[1.2, -0.2]] * 2), "transition is not a table of probabilities"),
+        (([0.5, 0.5], [[1.0, 0.0]] * 2, 2), "eos_id = 2 is outside"),
+    ],
+)
+def test_tables_that_are_no_laws(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        smc.TabularLM(*arguments)
+
+
+def test_tabular_prompt_as_text() -> None:
+    p = target_lm()
+    assert p.encode("ab<eos>a") == [0, 1, 2, 0]
+    with pytest.raises(ValueError, match="no token of target matches 'x'"):
+        p.encode("ax")
+    empty = smc.sample("", LM(p) ** 2, n_particles=2, block_size=0, max_new_tokens=1)  # `initial` follows nothing
+    assert torch.tensor(empty.log_evidence).exp().item() == pytest.approx(0.25 + 0.09 + 0.04)
