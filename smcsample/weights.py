@@ -13,12 +13,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 
-def log_sum_exp(log_weights: Float[Tensor, "*group particle"]) -> Float[Tensor, "*group"]:
-    """log Σ w of each group; −inf where every weight is zero."""
-    top, scaled = _scaled(log_weights)
-    return top + scaled.sum(dim=-1).log()
-
-
 def log_mean_exp(log_weights: Float[Tensor, "*group particle"]) -> Float[Tensor, "*group"]:
     """log of the mean weight of each group: the factor a resampling banks into log Ẑ. Exactly 0 for unit weights."""
     top, scaled = _scaled(log_weights)

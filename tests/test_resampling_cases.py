@@ -122,7 +122,7 @@ def odd_share(size: int, u: Tensor, name: str) -> Tensor:
 def test_alternating_weights() -> None:
     """The variance over u is exact in any order, by one u on either side of the only cut; then 400 random orders.
 
-    N·Var is N/16 in a fixed order; the bound of 0.3 for a random one (0.12 ± 0.01 here) detects that from N = 5 on.
+    N·Var is N/16 in a fixed order; the bound of 0.3 for a random one (0.061 ± 0.003 here) detects that from N = 5 on.
     """
     either_side = torch.tensor([[0.25], [0.75]], dtype=torch.float64)
     for size in (100, 1000, 10_000):
