@@ -1,4 +1,4 @@
-"""Every kernel in plain PyTorch: the definition of correct, and what runs on a CPU."""
+"""Drawing and scoring tokens in plain PyTorch."""
 
 from __future__ import annotations
 
