@@ -16,6 +16,10 @@ if importlib.util.find_spec("beartype") is not None:
         raise RuntimeError("smcsample was imported before tests/conftest.py: its annotations would go unchecked")
     install_import_hook("smcsample", "typechecking.checked")
 
+# Without a GPU, Triton kernels run in the interpreter, which has to be chosen before triton is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 torch.set_num_threads(1)  # the test processes share the cores, and sums come out in one order
 
 # Times vary too much for deadlines. In CI the examples are the same on every run.
