@@ -31,7 +31,7 @@ class Rows:
 
     `live`: the groups still running, in order; `closed`: those whose deferred terms are paid. `ids`, `log_q`: what was
     generated, and the log-probability it was drawn with; `lengths`: how many of a row's tokens count (its EOS is the
-    last one); `lost`: weight zero for good. `done`: the tokens of groups that have left.
+    last one). `done`: the tokens of groups that have left.
     """
 
     batch: Batch
@@ -42,7 +42,6 @@ class Rows:
     ids: Int[Tensor, "row token"]
     log_q: Float[Tensor, "row token"]
     lengths: Int[Tensor, " row"]
-    lost: Bool[Tensor, " row"]
     done: dict[int, Texts]
 
 
@@ -93,7 +92,6 @@ class SequenceModel:
             ids=none.long(),
             log_q=none,
             lengths=torch.zeros_like(batch.ended, dtype=torch.long),
-            lost=torch.zeros_like(batch.ended),
             done={},
         )
 
@@ -128,7 +126,8 @@ class SequenceModel:
         """Extend, score, bonus: the log-increments of one round."""
         room = self.max_new_tokens - rows.ids.shape[1]
         drafted = min(self.block_size, room - 1)
-        increments = self._extend(rows, drafted) if drafted > 0 else torch.zeros_like(rows.lost, dtype=torch.float64)
+        nothing = torch.zeros_like(rows.lengths, dtype=torch.float64)
+        increments = self._extend(rows, drafted) if drafted > 0 else nothing
         bonus = self._bonus(rows)
         if bonus is not None:
             increments = increments + bonus
@@ -139,7 +138,6 @@ class SequenceModel:
             )
         elif drafted < min(self.block_size, room):
             increments = increments + self._extend(rows, 1)
-        rows.lost = rows.lost | (increments == -math.inf)
         rows.batch.forget(rows.ids.shape[1])
         return increments
 
@@ -147,8 +145,9 @@ class SequenceModel:
         """Draft `k` tokens per row and score them: Σ over the block of Σ_i log-increments − log q."""
         block, log_q = rows.drafter.draft(k)
         scores = [self._score(rows, i, block) for i in range(len(rows.scorers))]
-        self._append(rows, block, log_q.double())
-        return (reduce(torch.add, scores) - masked(log_q, block)).sum(dim=1)
+        increments = (reduce(torch.add, scores) - masked(log_q, block)).sum(dim=1)
+        self._append(rows, block, log_q.double(), increments)
+        return increments
 
     def _bonus(self, rows: Rows) -> Float[Tensor, " row"] | None:
         """One token from q_b(v) ∝ exp(Σ_i ℓ_i(v)) over the factors that give ℓ; None if there are none.
@@ -162,13 +161,13 @@ class SequenceModel:
             return None
         start = rows.ids.shape[1]
         logits = reduce(torch.Tensor.add, looking.values())
-        normaliser = logits.double().logsumexp(dim=1)
+        normaliser = logits.double().logsumexp(dim=1).masked_fill(rows.batch.ended, 0.0)
         self._refuse_nan(normaliser, " * ".join(repr(self.target.factors[i]) for i in looking), start)
         wanted = ~rows.batch.ended & (normaliser > -math.inf)
         tokens = rows.batch.source.tokens(logits, start, Purpose.BONUS, wanted)
         block = rows.batch.block(tokens[:, None], start)
         normalised = len(looking) == 1 and rows.scorers[next(iter(looking))].normalised
-        increment = torch.zeros_like(normaliser) if normalised else torch.where(block.valid[:, 0], normaliser, 0.0)
+        increment = torch.zeros_like(normaliser) if normalised else normaliser
         for i in range(len(tables)):
             score = self._score(rows, i, block)[:, 0]  # also how the factors that gave ℓ learn the token
             if i not in looking:
@@ -176,7 +175,7 @@ class SequenceModel:
         rows.drafter.observe(block)
         # A row with no possible token has log q = −inf − (−inf): it is lost, and its log q means nothing.
         log_q = torch.where(normaliser == -math.inf, -math.inf, logits.gather(1, tokens[:, None])[:, 0] - normaliser)
-        self._append(rows, block, log_q[:, None])
+        self._append(rows, block, log_q[:, None], increment)
         return increment
 
     def _score(self, rows: Rows, i: int, block: Block) -> Float[Tensor, "row step"]:
@@ -195,16 +194,16 @@ class SequenceModel:
             )
 
     @staticmethod
-    def _append(rows: Rows, block: Block, log_q: Float[Tensor, "row step"]) -> None:
+    def _append(rows: Rows, block: Block, log_q: Float[Tensor, "row step"], increments: Float[Tensor, " row"]) -> None:
+        """Commit a block. A row that it gave weight zero is at its end: nothing can bring its weight back."""
         rows.ids = torch.cat([rows.ids, block.ids], dim=1)
         rows.log_q = torch.cat([rows.log_q, log_q], dim=1)
         rows.lengths = rows.lengths + block.valid.sum(dim=1)
-        rows.batch.ended = rows.batch.ended | block.ends
+        rows.batch.ended = rows.batch.ended | block.ends | (increments == -math.inf)
 
     @staticmethod
     def _finished_live(rows: Rows) -> Bool[Tensor, " live"]:
-        over = rows.batch.ended | rows.lost
-        return over.view(len(rows.live), rows.batch.n_particles).all(dim=1)
+        return rows.batch.ended.view(len(rows.live), rows.batch.n_particles).all(dim=1)
 
     def _close(self, rows: Rows, spread: Float[Tensor, "group particle"]) -> None:
         """Add to `spread` what the factors kept for the end, for the groups found finished: once each."""
@@ -241,4 +240,4 @@ class SequenceModel:
         for part in (rows.drafter, *rows.scorers):
             part.select(ancestors)
         rows.ids, rows.log_q = rows.ids[ancestors], rows.log_q[ancestors]
-        rows.lengths, rows.lost = rows.lengths[ancestors], rows.lost[ancestors]
+        rows.lengths = rows.lengths[ancestors]

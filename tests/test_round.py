@@ -204,7 +204,7 @@ def test_block_size_zero_without_a_bonus_is_an_error() -> None:
 
 
 class Terminal(Potential):
-    """A reward for the number of "b", paid where the text ends; and a deferred term of the same kind."""
+    """A reward for the number of "a", paid where the text ends, or deferred to the end of the run."""
 
     def __init__(self, deferred: bool) -> None:
         self.deferred = deferred
@@ -218,7 +218,7 @@ class TerminalScorer(Scorer):
         self.count, self.deferred = torch.zeros(batch.n_rows, dtype=torch.long), deferred
 
     def score(self, block: Block) -> Tensor:
-        self.count = self.count + ((block.ids == 1) & block.valid).sum(1)
+        self.count = self.count + ((block.ids == 0) & block.valid).sum(1)
         last = block.valid.long().sum(1) - 1
         score = torch.zeros(block.ids.shape, dtype=torch.float64)
         if not self.deferred:
@@ -236,9 +236,11 @@ class TerminalScorer(Scorer):
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("k", [0, 1, 2])
 def test_terminal_and_deferred_terms_are_paid_once(deferred: bool, k: int) -> None:
-    """E[Ẑ] of LM × exp(0.3·#b), by walking every outcome of two particles resampled at every round."""
+    """E[Ẑ] of LM × exp(0.3·#a), by walking every outcome of two particles resampled at every round.
+
+    Some resamplings leave finished particles only, whose deferred terms are still due."""
     gamma = unnormalised({P: 1.0}, 0, 3)
-    z = sum(g * math.exp(0.3 * ids.count(1)) for ids, g in gamma.items())
+    z = sum(g * math.exp(0.3 * ids.count(0)) for ids, g in gamma.items())
 
     def run(source: smc.Source, groups: int) -> list[smc.Posterior]:
         return smc.sample(
