@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from smcsample.feynman_kac import FeynmanKac, State
+from smcsample.history import histories
 from smcsample.posterior import Posterior, population
 from smcsample.resampling import needs_resampling, scheme
 from smcsample.source import Source
@@ -147,6 +148,8 @@ def smc(
         steps.append(replace(final, state=None))
     if final is None:
         raise ValueError(f"model {type(model).__name__} is finished before its first step; nothing was sampled")
-    one = [source.take(torch.tensor([g])) for g in range(groups)]
-    posteriors = [Posterior(population(final.state, g), steps, g, one[g]) for g in range(groups)]
+    posteriors = [
+        Posterior(population(final.state, g), history, source.take(torch.tensor([g])))
+        for g, history in enumerate(histories(steps))
+    ]
     return posteriors if n_groups is not None else posteriors[0]

@@ -29,17 +29,16 @@ def rho(log_weights: Float[Tensor, "*group particle"]) -> Float[Tensor, "*group"
 
 def step_chi2(posterior: Posterior) -> Float[Tensor, " step"]:
     """χ² of each step's incremental weights v under the weighted particles it started from: Σ W v² / (Σ W v)² − 1."""
-    after, increments = posterior.weight_history, posterior.increments
-    # before = after − increments, but −inf − (−inf) is NaN: take it from the step before.
+    history = posterior.history
     chi2 = []
-    before = torch.zeros_like(after[0])
-    for t, record in enumerate(posterior.steps):
-        start, factor = normalise(torch.zeros_like(before) if record.resampled else before), increments[t]
+    before = torch.zeros_like(history.log_weights[0])
+    for resampled, factor, after in zip(history.resampled, history.increments, history.log_weights, strict=True):
+        start = normalise(torch.where(resampled, 0.0, before))
         top = factor.max()
         scaled = (factor - top).exp() if top > -math.inf else torch.zeros_like(factor)
         mean, square = (start * scaled).sum(), (start * scaled.square()).sum()
         chi2.append(square / mean.square() - 1 if mean > 0 else torch.full_like(mean, math.inf))
-        before = after[t]
+        before = after
     return torch.stack(chi2)
 
 
@@ -63,7 +62,7 @@ def log_evidence_variance(posterior: Posterior) -> float:
         return math.inf
     shares = torch.zeros(n, dtype=torch.float64, device=posterior.log_weights.device)
     shares.scatter_add_(0, roots(posterior.genealogy), posterior.weights)
-    resamplings = sum(record.resampled for record in posterior.steps)
+    resamplings = int(posterior.history.resampled.sum())
     return (1 - (n / (n - 1)) ** (resamplings + 1) * (1 - shares.square().sum())).item()
 
 
@@ -126,7 +125,7 @@ def certificate(posterior: Posterior) -> Certificate:
     r, k = rho(posterior.log_weights).item(), pareto_k(posterior.log_weights)
     if r == math.inf:
         return Certificate(False, "every weight is zero", r, k)
-    if any(record.resampled for record in posterior.steps):
+    if bool(posterior.history.resampled.any()):
         return Certificate(False, "the run resampled; the final weights alone do not bound its error", r, k)
     if k is None:
         return Certificate(False, f"k̂ needs at least {SMALLEST_TAIL} different tail weights; use more particles", r, k)

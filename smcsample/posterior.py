@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smcsample import diagnostics
+from smcsample.history import History, Record
 from smcsample.resampling import Status
 from smcsample.source import Source
 from smcsample.weights import dead, ess, normalise
@@ -19,37 +20,25 @@ from smcsample.weights import dead, ess, normalise
 if TYPE_CHECKING:
     import pandas
 
-    from smcsample.algorithm import Step
-
 
 class DeadPopulationError(RuntimeError):
     """Every particle has weight zero, so there is nothing to draw: log Ẑ is −inf."""
 
 
-class Record(NamedTuple):
-    """One step of a group, in numbers."""
-
-    t: int
-    ess: float
-    resampled: bool
-    unique_ancestors: int
-    log_evidence: float
-
-
 class Posterior:
     """N weighted particles. `values` is a sequence of N, or a tensor (or a tree of tensors) with N in front.
 
-    `log_weights` are float64 and relative to what resamplings banked in `log_evidence`; `weights` sum to one.
+    `log_weights` are float64 and relative to what resamplings banked in `log_evidence`; `weights` sum to one. `history`
+    has the weights, increments and ancestors of every step.
     """
 
-    def __init__(self, values: Any, steps: Sequence[Step], group: int, source: Source) -> None:
+    def __init__(self, values: Any, history: History, source: Source) -> None:
         self.values = values
-        self._history = [step for step in steps if bool(step.running[group])]
-        self._group = group
+        self.history = history
         self._source = source
         self._draws = 1  # draw 0 is `answer`
-        self.log_weights: Float[Tensor, " particle"] = steps[-1].log_weights[group]
-        self.log_evidence: float = steps[-1].log_evidence[group].item()
+        self.log_weights: Float[Tensor, " particle"] = history.log_weights[-1]
+        self.log_evidence: float = history.log_evidence[-1].item()
 
     def __len__(self) -> int:
         return len(self.log_weights)
@@ -72,26 +61,12 @@ class Posterior:
     @property
     def steps(self) -> list[Record]:
         """ESS, resampling, surviving ancestors and running log Ẑ of each step."""
-        g = self._group
-        return [
-            Record(s.t, s.ess[g].item(), bool(s.resampled[g]), int(s.unique_ancestors[g]), s.log_evidence[g].item())
-            for s in self._history
-        ]
+        return self.history.records()
 
     @property
     def genealogy(self) -> Int[Tensor, "step particle"]:
         """`genealogy[t, n]`: which particle of step t−1 particle n of step t continues."""
-        return torch.stack([step.ancestors[self._group] for step in self._history])
-
-    @property
-    def increments(self) -> Float[Tensor, "step particle"]:
-        """The log-factor each step gave each particle."""
-        return torch.stack([step.increments[self._group] for step in self._history])
-
-    @property
-    def weight_history(self) -> Float[Tensor, "step particle"]:
-        """The log-weights after each step, before any resampling."""
-        return torch.stack([step.log_weights[self._group] for step in self._history])
+        return self.history.ancestors
 
     @property
     def answer(self) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, overload
 import torch
 
 from smcsample.algorithm import Step, check_run, run
+from smcsample.history import histories
 from smcsample.lm.prompt import Prompt, split
 from smcsample.lm.stream import Model
 from smcsample.potentials import LM, Potential
@@ -106,8 +107,8 @@ def sample(  # pyright: ignore[reportInconsistentOverload]  the options are spel
     assert final.state is not None
     texts = model.texts(final.state)
     posteriors = [
-        TextPosterior(ids[g], texts[g], main, steps, g, source.take(torch.tensor([g], device=source.device)))
-        for g in range(len(ids))
+        TextPosterior(ids[g], texts[g], main, history, source.take(torch.tensor([g], device=source.device)))
+        for g, history in enumerate(histories(steps))
     ]
     return posteriors[0] if single else posteriors
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from smcsample.algorithm import Step
+from smcsample.history import History
 from smcsample.lm.stream import Model
 from smcsample.posterior import Posterior
 from smcsample.sequence import Texts
@@ -20,15 +19,13 @@ class TextPosterior(Posterior):
     for a text cut at the cap, or "lost" for a particle that reached weight zero and was not followed to its end.
     """
 
-    def __init__(
-        self, prompt_ids: list[int], texts: Texts, model: Model, steps: Sequence[Step], group: int, source: Source
-    ) -> None:
+    def __init__(self, prompt_ids: list[int], texts: Texts, model: Model, history: History, source: Source) -> None:
         lengths = texts.lengths.tolist()
         self.prompt_ids = prompt_ids
         self.token_ids = [ids[:n] for ids, n in zip(texts.ids.tolist(), lengths, strict=True)]
         self.log_q = [log_q[:n] for log_q, n in zip(texts.log_q.tolist(), lengths, strict=True)]
         self.texts = [model.decode(ids) for ids in self.token_ids]
-        super().__init__(self.texts, steps, group, source)
+        super().__init__(self.texts, history, source)
         ended = [bool(ids) and ids[-1] in model.eos_ids for ids in self.token_ids]
         lost = (self.log_weights == float("-inf")).tolist()
         self.finish_reasons = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 
 import pytest
 import torch
@@ -155,3 +156,14 @@ def test_certificates_are_given_only_where_they_mean_something() -> None:
     for nothing in (few, resampled):
         assert math.isnan(nothing.bias)
         assert math.isnan(nothing.total_variation)
+
+
+def test_a_posterior_pickles_alone() -> None:
+    """One of 500 results carries its own numbers, not those of the run it came from."""
+    runs = smc.sample([[0]] * 500, LM(P) ** 2, Draft(Q), n_particles=16, block_size=1, max_new_tokens=8)
+    alone = smc.sample([0], LM(P) ** 2, Draft(Q), n_particles=16, block_size=1, max_new_tokens=8)
+    written = pickle.dumps(runs[0])
+    assert len(written) < 1.5 * len(pickle.dumps(alone))
+    read = pickle.loads(written)
+    assert read.to_dict() == runs[0].to_dict()
+    assert read.draw(5) == runs[0].draw(5)
