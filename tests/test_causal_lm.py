@@ -136,13 +136,30 @@ def test_prompts_as_text_chat_and_ids() -> None:
 
 
 def test_models_that_cannot_be_followed_are_refused() -> None:
-    from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+    from transformers import (
+        Lfm2Config,
+        Lfm2ForCausalLM,
+        MambaConfig,
+        MambaForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
 
     from tiny_models import tokenizer
 
     mamba = MambaForCausalLM(MambaConfig(vocab_size=V, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(ValueError, match="recurrent state"):
+    with pytest.raises(ValueError, match="more than keys and values"):
         smc.load_model((mamba, tokenizer()))
+    sizes = {
+        "vocab_size": V,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    lfm2 = Lfm2ForCausalLM(Lfm2Config(**sizes, num_hidden_layers=2, layer_types=["conv", "full_attention"]))
+    with pytest.raises(ValueError, match=r"more than keys and values \(layers: conv\)"):
+        smc.load_model((lfm2, tokenizer()))
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=V, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8))
     with pytest.raises(ValueError, match="encoder"):
         smc.load_model((t5, tokenizer()))

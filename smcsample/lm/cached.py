@@ -24,8 +24,10 @@ class CachedStream(LMStream):
         super().__init__(name, last.repeat_interleave(batch.n_particles))
         self._model, self._vocab_size = model, vocab_size
         self._cache = DynamicCache(config=model.config)
+        parameters = inspect.signature(model.forward).parameters
         # transformers renamed the argument in 5.24 and warns of the old name.
-        self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self._options = {"cache" if "cache" in parameters else "past_key_values": self._cache, "use_cache": True}
+        self._can_keep_few = "logits_to_keep" in parameters
         lengths = torch.tensor([len(prompt) - 1 for prompt in batch.prompts], device=device)
         longest = int(lengths.max())
         self._mask = torch.arange(longest, device=device) >= (longest - lengths)[:, None]
@@ -34,7 +36,8 @@ class CachedStream(LMStream):
             ids = torch.zeros(len(batch.prompts), longest, dtype=torch.long, device=device)
             for row, prompt in enumerate(batch.prompts):
                 ids[row, longest - len(prompt) + 1 :] = torch.tensor(prompt[:-1], device=device)
-            positions = (torch.arange(longest, device=device) - (longest - lengths)[:, None]).clamp_min(0)
+            positions = torch.arange(longest, device=device) - (longest - lengths)[:, None]
+            positions = torch.where(self._mask, positions, 0)  # padding is masked; its position only has to exist
             self._run(ids, positions, keep=1)
             self._cache.batch_repeat_interleave(batch.n_particles)
         self._mask = self._mask.repeat_interleave(batch.n_particles, dim=0)
@@ -53,11 +56,10 @@ class CachedStream(LMStream):
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=None if bool(self._mask.all()) else self._mask.long(),
-                use_cache=True,
-                logits_to_keep=keep,
-                **{self._cache_argument: self._cache},
+                **self._options,
+                **({"logits_to_keep": keep} if self._can_keep_few else {}),
             )
-        return out.logits[..., : self._vocab_size]
+        return out.logits[:, -keep:, : self._vocab_size]
 
     def _select(self, ancestors: Int[Tensor, " kept"]) -> None:
         if self._cache.get_seq_length() > 0:

@@ -27,8 +27,8 @@ class CausalLM:
     softmax, so models of one tokenizer agree on the vocabulary whatever their padding.
 
     Raises:
-        ValueError: an encoder–decoder, a model with a recurrent state, or one that takes no position ids: their rows
-            could not be followed.
+        ValueError: an encoder–decoder, a model with a recurrent state or other layers than full and sliding attention,
+            or one that takes no position ids: their rows could not be followed.
     """
 
     model: Any
@@ -43,8 +43,15 @@ class CausalLM:
         config, kind = self.model.config, type(self.model).__name__
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"model {self.name} ({kind}) is an encoder–decoder; smcsample needs a decoder-only model")
-        if getattr(self.model, "_is_stateful", False):
-            raise ValueError(f"model {self.name} ({kind}) has a recurrent state, which can't follow resampled rows yet")
+        strange = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {
+            "full_attention",
+            "sliding_attention",
+        }
+        if getattr(self.model, "_is_stateful", False) or strange:
+            layers = f" (layers: {', '.join(sorted(strange))})" if strange else ""
+            raise ValueError(
+                f"model {self.name} ({kind}) keeps more than keys and values{layers}; that can't follow rows yet"
+            )
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
             raise ValueError(f"model {self.name} ({kind}) takes no position_ids, so unequal prompts can't be padded")
         text = config.get_text_config()
