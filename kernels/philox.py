@@ -5,12 +5,18 @@ A number is a pure function of where it is used. The key is the 64-bit seed; the
     word 0: purpose (4 high bits) and block (28 low bits; one block is four 32-bit numbers)
     word 1: position      word 2: particle      word 3: stream (which prompt)
 
-so no two uses share a number, and none depends on the batch, on the device or on what was drawn before.
+so no two uses share a number, and none depends on the batch, on the device or on what was drawn before. No overlap:
+each coordinate stays below the size of its field (purpose < 2^4, block < 2^28, the others < 2^32), so the fields do not
+touch and the coordinates can be read back from the counter; and under one key Philox is a bijection of its counters.
+Number i of a place is word i mod 4 of block i div 4, which leaves 2^30 numbers for each of 2^4·2^96 places.
+`kernels/triton_philox.py` is the same in Triton, bit for bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +26,8 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 BLOCK_BITS = 28
+CHUNK = 1 << 15
+"""Counters computed at a time: their words stay in a CPU's cache."""
 
 
 class Purpose(IntEnum):
@@ -32,6 +40,20 @@ class Purpose(IntEnum):
     USER = 4
 
 
+class Counters(NamedTuple):
+    """Where the numbers of each row are used. On the rows' device, so that a replayed CUDA graph can move them on.
+
+    Attributes:
+        seed: the 64 bits of the seed, read as a signed int64.
+        stream, particle, position: in [0, 2^32).
+    """
+
+    seed: Int[Tensor, " row"]
+    stream: Int[Tensor, " row"]
+    particle: Int[Tensor, " row"]
+    position: Int[Tensor, " row"]
+
+
 def philox_4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,17 +63,21 @@ def philox_4x32(
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(10):
-        # An int64 product of two 32-bit words wraps modulo 2^64: its words are right, only its sign is not.
+    for turn in range(10):
+        # An int64 product of two 32-bit words wraps modulo 2^64: its words are right, only its sign is not. Low words
+        # keep what stands above them: they only go into exclusive ors, after which a mask clears it.
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((product1 >> 32) & MASK) ^ c1 ^ k0,
-            product1 & MASK,
-            ((product0 >> 32) & MASK) ^ c3 ^ k1,
-            product0 & MASK,
-        )
+        c0, c2 = product1 >> 32, product0 >> 32
+        if turn < 3:  # not yet all of the broadcast shape
+            c0, c2 = c0 ^ c1 ^ k0, c2 ^ c3 ^ k1
+        else:
+            c0.bitwise_xor_(c1).bitwise_xor_(k0)
+            c2.bitwise_xor_(c3).bitwise_xor_(k1)
+        c0.bitwise_and_(MASK)
+        c2.bitwise_and_(MASK)
+        c1, c3 = product1, product0
         k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
-    return c0, c1, c2, c3
+    return c0, c1 & MASK, c2, c3 & MASK
 
 
 def words(
@@ -62,14 +88,55 @@ def words(
     purpose: Purpose,
     n: int,
 ) -> Int[Tensor, "row n"]:
-    """`n` unsigned 32-bit words per row, as int64. `seed` is the 64 bits of the seed, read as a signed int64."""
+    """`n` unsigned 32-bit words per row, as int64. The rows' coordinates are those of `Counters`.
+
+    Raises:
+        ValueError: more words than the counter has room for; on a CPU, also a coordinate outside [0, 2^32).
+    """
+    out = torch.empty(len(seed), -(-n // 4), 4, dtype=torch.int64, device=seed.device)
+    for chunk, block in _blocks(Counters(seed, stream, particle, position), purpose, n):
+        for i, word in enumerate(block):
+            out[:, chunk, i] = word
+    return out.flatten(1)[:, :n]
+
+
+def gumbels(counters: Counters, purpose: Purpose, n: int) -> Float[Tensor, "row n"]:
+    """`gumbel` of `words`, in less time: no word leaves the cache.
+
+    Raises:
+        ValueError: as `words`.
+    """
+    out = torch.empty(len(counters.seed), -(-n // 4), 4, dtype=torch.float32, device=counters.seed.device)
+    for chunk, block in _blocks(counters, purpose, n):
+        for i, word in enumerate(block):
+            out[:, chunk, i] = gumbel(word)
+    return out.flatten(1)[:, :n]
+
+
+def _blocks(counters: Counters, purpose: Purpose, n: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+    """The four words [row, block] of the blocks that hold n numbers, some blocks at a time."""
     blocks = -(-n // 4)
     if blocks > 1 << BLOCK_BITS:
         raise ValueError(f"n = {n} words at one position, but the counter has room for {4 << BLOCK_BITS}; draw fewer")
-    block = torch.arange(blocks, dtype=torch.int64, device=seed.device) + (int(purpose) << BLOCK_BITS)
-    counter = (block[None, :], position[:, None], particle[:, None], stream[:, None])
-    key = (seed[:, None] & MASK, (seed[:, None] >> 32) & MASK)
-    return torch.stack(philox_4x32(counter, key), dim=-1).flatten(1)[:, :n]
+    seed, *place = (coordinate[:, None] for coordinate in counters)
+    stream, particle, position = place
+    if not seed.is_cuda:  # on a GPU, looking would wait for the device
+        for name, value in (("stream", stream), ("particle", particle), ("position", position)):
+            if bool((value >> 32 != 0).any()):
+                raise ValueError(f"{name} = {value[value >> 32 != 0][0].item()} is not in [0, 2^32), its counter word")
+    key = (seed & MASK, (seed >> 32) & MASK)
+    step = max(1, CHUNK // max(1, len(seed)))
+    for first in range(0, blocks, step):
+        chunk = slice(first, min(first + step, blocks))
+        block = torch.arange(chunk.start, chunk.stop, device=seed.device)[None, :]
+        yield chunk, philox_4x32(counter(block, int(purpose), position, particle, stream), key)
+
+
+def counter(
+    block: Tensor, purpose: int, position: Tensor, particle: Tensor, stream: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of a counter."""
+    return block + (purpose << BLOCK_BITS), position, particle, stream
 
 
 def uniform_float32(words: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -77,7 +144,7 @@ def uniform_float32(words: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
     Subtracting the top byte keeps the rounding to 24 bits from reaching 2^32, that is 1.
     """
-    return (words - (words >> 24)).float() * 2.0**-32 + 2.0**-33
+    return (words - (words >> 24)).float().mul_(2.0**-32).add_(2.0**-33)
 
 
 def uniform_float64(high: Int[Tensor, "*shape"], low: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -93,4 +160,11 @@ def exponential(words: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """
     u = uniform_float32(words)
     rest = 1.0 - u
-    return torch.where(rest == 1.0, u, torch.log(rest) * (u / (rest - 1.0)))
+    ratio = u / (rest - 1.0)
+    tiny = rest == 1.0
+    return torch.where(tiny, u, ratio.mul_(rest.log_()))
+
+
+def gumbel(words: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Standard Gumbel variates −log E in float32, E the `exponential` of the same words (−2.8 … 22.9)."""
+    return exponential(words).log_().neg_()

@@ -1,7 +1,7 @@
 """Potentials: immutable descriptions of a factor of the target, and the running state that scores it.
 
 A target is a product of factors, `LM(m) ** 4 * Other(...)`. Its log-weight increments are the sum of the factors'; a
-power multiplies them (DESIGN §2.2). To add a potential, subclass `Potential` and `Scorer`:
+power multiplies them. To add a potential, subclass `Potential` and `Scorer`:
 
     class Vowels(Potential):                          # target ∝ … × exp(bonus × number of vowels)
         def start(self, batch): return VowelScorer()
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 class Scorer(ABC):
     """A potential's running state over the rows of one batch."""
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `next_logits` gives a table; true of a class that defines it."""
+        return type(self).next_logits is not Scorer.next_logits
+
     normalised: bool = False
     """True if exp(next_logits) sums to one in every row whatever the prefix (a plain LM): its normaliser is then
     exactly 1, not a rounded sum."""
@@ -40,11 +45,15 @@ class Scorer(ABC):
         """Log-increments of the block's tokens, and learn them. −inf is legal. A terminal term is due where
         `block.ends`, at the row's last valid token. Entries where `block.valid` is False are ignored.
 
-        The engine calls this once for every block, also for the bonus token that `next_logits` gave.
+        The engine calls this once for every block, also for the bonus, a block of one token drawn from the sum of the
+        `next_logits`. This score is what counts in the weight; the tables only say where to look.
         """
 
     def next_logits(self) -> Float[Tensor, "row vocab"] | None:
-        """ℓ(v): the log-increment each token would have if it came next, or None if the potential can't tell."""
+        """ℓ(v): the log-increment each token would have if it came next, or None if the potential can't tell (a table
+        always or never, as `looks_ahead` says). A term that only `score` knows, such as one due at the length cap, may
+        be missing here, at the price of variance.
+        """
         return None
 
     def select(self, ancestors: Int[Tensor, " kept"]) -> None:
@@ -73,6 +82,9 @@ class Potential(ABC):
     def models(self) -> tuple[Model, ...]:
         """The language models this potential reads."""
         return ()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     def __mul__(self, other: Potential) -> Potential:
         if not isinstance(other, Potential):
@@ -117,6 +129,10 @@ class ProductScorer(Scorer):
     def score(self, block: Block) -> Float[Tensor, "row step"]:
         return reduce(torch.add, [part.score(block) for part in self.parts])
 
+    @property
+    def looks_ahead(self) -> bool:
+        return all(part.looks_ahead for part in self.parts)
+
     def next_logits(self) -> Float[Tensor, "row vocab"] | None:
         tables = [part.next_logits() for part in self.parts]
         known = [table for table in tables if table is not None]
@@ -136,7 +152,7 @@ class Power(Potential):
     """A factor to a power; built by `**`.
 
     Raises:
-        ValueError: alpha not a positive number.
+        ValueError: alpha not a positive number, or a base that is a product.
     """
 
     base: Potential
@@ -145,6 +161,10 @@ class Power(Potential):
     def __post_init__(self) -> None:
         if not (self.alpha > 0 and math.isfinite(self.alpha)):
             raise ValueError(f"alpha = {self.alpha} is not a positive number; leave a factor out instead of ** 0")
+        if isinstance(self.base, Product):
+            raise ValueError(
+                f"base = {self.base!r} is a product; write (…) ** {self.alpha:g}, which raises each factor"
+            )
 
     def start(self, batch: Batch) -> Scorer:
         return PowerScorer(self.base.start(batch), self.alpha)
@@ -169,6 +189,10 @@ class PowerScorer(Scorer):
 
     def score(self, block: Block) -> Float[Tensor, "row step"]:
         return self.base.score(block) * self.alpha
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.base.looks_ahead
 
     def next_logits(self) -> Float[Tensor, "row vocab"] | None:
         table = self.base.next_logits()

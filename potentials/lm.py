@@ -23,7 +23,11 @@ class LM(Potential):
 
     Args:
         model: a `CausalLM` or a `TabularLM`.
-        temperature, top_k, top_p: see `smcsample.lm.law.TokenLaw`, which also says what is refused.
+        temperature, top_k, top_p: see `smcsample.lm.law.TokenLaw`.
+
+    Raises:
+        TypeError: not a model.
+        ValueError: a temperature, top_k or top_p out of range (see `TokenLaw`).
     """
 
     model: Model

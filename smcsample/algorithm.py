@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from smcsample.checks import integer
 from smcsample.feynman_kac import FeynmanKac, State
 from smcsample.history import histories
 from smcsample.posterior import Posterior, population
@@ -26,13 +27,16 @@ from smcsample.weights import check_increments, dead, ess, evidence, log_mean_ex
 class Step(Generic[State]):
     """One step of a run, all groups side by side.
 
-    `ancestors` and `resampled` belong to the resampling that opened the step: particle n moved from where particle
-    `ancestors[g, n]` stood. Everything else is after the step: `state` and `log_weights` together are the weighted
-    particles, `log_evidence` is log Ẑ so far, `increments` the log-factors of this step.
+    `running`: the groups that took this step; `last`: those for which it was the last. `ancestors` and `resampled`
+    belong to the resampling that opened the step: particle n moved from where particle `ancestors[g, n]` stood.
+    Everything else is after the step: `state` and `log_weights` together are the weighted particles, `log_evidence` is
+    log Ẑ so far, `increments` the log-factors of this step. A model may update its state in place, so use `state`
+    before asking for the next step.
     """
 
     t: int
     running: Bool[Tensor, " group"]
+    last: Bool[Tensor, " group"]
     resampled: Bool[Tensor, " group"]
     ancestors: Int[Tensor, "group particle"]
     increments: Float[Tensor, "group particle"]
@@ -74,16 +78,18 @@ def run(
         ValueError: an argument out of range, before the model is called.
         FloatingPointError: a weight that is NaN or +inf.
     """
-    check_run(n_particles, n_groups, resampling, ess_threshold)
+    check_run(n_particles, n_groups, resampling, ess_threshold, source)
     return _steps(model, source or Source(seed, n_groups, n_particles), resampling, ess_threshold)
 
 
-def check_run(n_particles: int, n_groups: int, resampling: str, ess_threshold: float) -> None:
+def check_run(
+    n_particles: int, n_groups: int, resampling: str, ess_threshold: float, source: Source | None = None
+) -> None:
     """Refuse what no run can be made of."""
-    if n_particles < 1:
-        raise ValueError(f"n_particles = {n_particles} is less than 1; use at least one particle")
-    if n_groups < 1:
-        raise ValueError(f"n_groups = {n_groups} is less than 1; use at least one group")
+    integer("n_particles", n_particles, 1, "use at least one particle")
+    integer("n_groups", n_groups, 1, "use at least one group")
+    if not isinstance(resampling, str):
+        raise TypeError(f"resampling = {resampling!r} is a {type(resampling).__name__}; give the name of a scheme")
     if not 0 <= ess_threshold <= 1:
         raise ValueError(f"ess_threshold = {ess_threshold} is outside [0, 1]; it is a fraction of n_particles")
     if scheme(resampling).name == "fearnhead_clifford":
@@ -91,10 +97,16 @@ def check_run(n_particles: int, n_groups: int, resampling: str, ess_threshold: f
             "resampling = 'fearnhead_clifford' picks n of M > n distinct atoms and would keep all N of N particles; "
             "call smcsample.resampling.resample for it, and use 'systematic' or 'ssp' here"
         )
+    if source is not None and (source.n_groups, source.n_particles) != (n_groups, n_particles):
+        raise ValueError(
+            f"source has {source.n_groups} groups of {source.n_particles} particles for a run of {n_groups} groups of "
+            f"{n_particles}; make it Source(seed, {n_groups}, {n_particles})"
+        )
 
 
 def _steps(model: FeynmanKac[State], source: Source, resampling: str, threshold: float) -> Iterator[Step[State]]:
     shape = source.n_groups, source.n_particles
+    source.begin(0)
     state = model.initial(source)
     stay = torch.arange(shape[1], device=source.device).expand(shape)
     log_w = torch.zeros(shape, dtype=torch.float64, device=source.device)
@@ -109,14 +121,28 @@ def _steps(model: FeynmanKac[State], source: Source, resampling: str, threshold:
             ancestors = torch.where(resampled[:, None], drawn.ancestors, stay)
             log_w = torch.where(resampled[:, None], drawn.log_w, log_w)
             state = model.select(state, ancestors)
-        source.begin(t)
+        source.begin(t + 1)
         state, increments = model.step(state, t, source)
+        if not isinstance(increments, Tensor) or increments.shape != log_w.shape:
+            got = tuple(increments.shape) if isinstance(increments, Tensor) else type(increments).__name__
+            raise ValueError(f"{type(model).__name__}.step gave increments {got}; it must be a tensor {tuple(shape)}")
         increments = torch.where(running[:, None], increments.double(), 0.0)
         check_increments(increments, type(model).__name__, t)
         log_w = log_w + increments
-        yield Step(t, running, resampled, ancestors, increments, log_w, ess(log_w), evidence(banked, log_w), state)
-        t += 1
+        t, ran = t + 1, running
         running = running & ~model.finished(state, t) & ~dead(log_w)
+        yield Step(
+            t - 1,
+            ran,
+            ran & ~running,
+            resampled,
+            ancestors,
+            increments,
+            log_w,
+            ess(log_w),
+            evidence(banked, log_w),
+            state,
+        )
 
 
 def smc(
@@ -138,18 +164,21 @@ def smc(
 
     Raises:
         ValueError: as `run`; also a model that is finished before its first step.
+        TypeError: a state that is no tree of `[group, particle, …]` tensors; iterate `run` for such a model.
     """
     groups = 1 if n_groups is None else n_groups
-    check_run(n_particles, groups, resampling, ess_threshold)
+    check_run(n_particles, groups, resampling, ess_threshold, source)
     source = source or Source(seed, groups, n_particles)
     steps: list[Step] = []
-    final = None
-    for final in _steps(model, source, resampling, ess_threshold):
-        steps.append(replace(final, state=None))
-    if final is None:
+    values: dict[int, Any] = {}
+    for step in _steps(model, source, resampling, ess_threshold):
+        for g in step.last.nonzero()[:, 0].tolist():
+            values[g] = population(step.state, g, (groups, n_particles))
+        steps.append(replace(step, state=None))
+    if not steps:
         raise ValueError(f"model {type(model).__name__} is finished before its first step; nothing was sampled")
     posteriors = [
-        Posterior(population(final.state, g), history, source.take(torch.tensor([g])))
+        Posterior(values[g], history, source.take(torch.tensor([g], device=source.device)))
         for g, history in enumerate(histories(steps))
     ]
     return posteriors if n_groups is not None else posteriors[0]

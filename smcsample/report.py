@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rich.table import Table
+from rich.text import Text
 
 from smcsample.diagnostics import pareto_k, roots, step_chi2
 from smcsample.text_posterior import TextPosterior
@@ -13,14 +14,14 @@ from smcsample.text_posterior import TextPosterior
 def summary(posterior: TextPosterior, seconds: float) -> dict[str, float | int | str | None]:
     """What a reader wants to know of one run; `seconds` is its wall time."""
     tokens = sum(map(len, posterior.token_ids))
-    answer = max(map(len, posterior.token_ids))
+    longest = max(map(len, posterior.token_ids))
     return {
         "status": posterior.status.name,
         "particles": len(posterior),
         "rounds": len(posterior.steps),
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
-        "answer_tokens_per_second": answer / seconds,
+        "longest_tokens_per_second": longest / seconds,
         "ess": posterior.ess,
         "resamples": sum(record.resampled for record in posterior.steps),
         "log_evidence": posterior.log_evidence,
@@ -37,7 +38,7 @@ LABELS = {
     "rounds": "rounds",
     "tokens": "tokens, all particles",
     "tokens_per_second": "tokens/s, all particles",
-    "answer_tokens_per_second": "tokens/s, longest particle",
+    "longest_tokens_per_second": "tokens/s, longest particle",
     "ess": "ESS of the final weights",
     "resamples": "resamplings",
     "log_evidence": "log Ẑ",
@@ -50,7 +51,7 @@ LABELS = {
 
 def summary_table(title: str, numbers: dict[str, float | int | str | None]) -> Table:
     """`summary` as a table."""
-    table = Table(title=title, show_header=False)
+    table = Table(title=Text(title), show_header=False)
     for key, value in numbers.items():
         table.add_row(
             LABELS[key], f"{value:,.4g}" if isinstance(value, float) else "–" if value is None else str(value)

@@ -3,8 +3,8 @@
 A scheme turns normalised weights W and uniforms u into offspring counts O with `E[O_i] = n·W_i`; `ancestors_of` turns
 counts into ancestors, the same way for all schemes. Everything is a pure function of (log-weights, uniforms).
 
-Counts are computed in int64 fixed point (`fixed_point`): prefix sums are exact and associative, so every parallel scan
-gives the same bits, counts sum to n by construction, and a particle of weight zero is never chosen by rounding.
+Counts are computed in int64 fixed point (`smcsample/kernels/reference/offspring.py`, which also holds the schemes that
+have a kernel): counts sum to n by construction, and a particle of weight zero is never chosen by rounding.
 
 | scheme | Var(O) | negatively associated | abs(O − nW) < 1 |
 |---|---|---|---|
@@ -25,23 +25,26 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from smcsample.kernels.ops import (
+    Counts,
+    Status,
+    ancestors_of,
+    fixed_point,
+    multinomial_counts,
+    pick,
+    scaled_floor,
+    stratified_counts,
+    systematic_counts,
+    systematic_in_order_counts,
+    tally,
+)
 from smcsample.weights import dead, ess, normalise
-
-Counts = Int[Tensor, "group particle"]
-
-
-class Status(IntEnum):
-    """What became of a group."""
-
-    OK = 0
-    DEAD = 1
 
 
 class Resampled(NamedTuple):
@@ -149,52 +152,6 @@ def resample(
     )
 
 
-def ancestors_of(counts: Counts, n: int) -> Int[Tensor, "group n"]:
-    """Ancestors with these offspring counts, which sum to n in each group.
-
-    With n = N survivors keep their slot (`ancestors[i] = i` wherever `counts[i] ≥ 1`) and surplus copies fill the
-    slots of the dead in index order, so only overwritten rows move (Murray, Lee & Jacob 2016). Otherwise ancestors come
-    in index order.
-    """
-    slots = torch.arange(n, device=counts.device).expand(counts.shape[0], n)
-    if n != counts.shape[-1]:
-        return torch.searchsorted(counts.cumsum(-1), slots.contiguous(), right=True)
-    vacant = counts == 0
-    surplus = (counts - (~vacant).long()).cumsum(-1)
-    return torch.where(vacant, torch.searchsorted(surplus, vacant.cumsum(-1) - 1, right=True), slots)
-
-
-def fixed_point(weights: Float[Tensor, "group particle"], n: int) -> Counts:
-    """floor(W·2^b) for weights that sum to one (or are all zero), with b such that n times their sum fits in int64.
-
-    b is 52 for N, n ≤ 1024 and falls by one with every further doubling.
-    """
-    bits = 62 - max(10, (max(weights.shape[-1], n) - 1).bit_length())
-    return (weights * 2.0**bits).floor().long()
-
-
-def scaled_floor(u: Float[Tensor, "*#shape"], total: Int[Tensor, "*#shape"]) -> Int[Tensor, "*#shape"]:
-    """floor(u·total), exactly, for float64 0 < u < 1 and 0 ≤ total < 2^62; hence below `total` unless that is 0.
-
-    Schoolbook multiplication in base 2^31. Four digits of u decide: what they cut off a u ≥ 2^-71 is nothing, and a
-    smaller u gives 0 either way.
-    """
-    high, low = total >> 31, total & (2**31 - 1)
-    digits = []
-    for _ in range(4):
-        u = u * 2.0**31
-        digits.append(u.floor().long())
-        u = u - u.floor()
-    carry = digits[3] * low >> 31
-    for j in (3, 2, 1):
-        carry = (digits[j] * high + digits[j - 1] * low + carry) >> 31
-    return digits[0] * high + carry
-
-
-def _multinomial(units: Counts, u: Tensor, n: int) -> Counts:
-    return _tally(_pick(units, u), units.shape[-1])
-
-
 def _residual(units: Counts, u: Tensor, n: int) -> Counts:
     total = units.sum(-1, keepdim=True)
     whole, rest = n * units // total, n * units % total
@@ -202,26 +159,7 @@ def _residual(units: Counts, u: Tensor, n: int) -> Counts:
     whole, rest = whole + nearly_whole.long(), rest.masked_fill(nearly_whole, 0)
     missing = n - whole.sum(-1, keepdim=True)
     is_drawn = torch.arange(n, device=u.device) < missing
-    return whole + _tally(torch.where(is_drawn, _pick(rest, u), units.shape[-1]), units.shape[-1])
-
-
-def _stratified(units: Counts, u: Tensor, n: int) -> Counts:
-    total = units.sum(-1, keepdim=True)
-    points = scaled_floor(u, total)
-    stratum, inside = n * units.cumsum(-1) // total, n * units.cumsum(-1) % total
-    points = torch.cat([points, total], dim=-1)  # stratum n, past the last, holds no point
-    return _differences(stratum + (points.gather(-1, stratum) < inside).long())
-
-
-def _systematic_in_order(units: Counts, u: Tensor, n: int | Tensor) -> Counts:
-    total = units.sum(-1, keepdim=True).clamp_min(1)  # all zero: no offspring (an empty rest in Fearnhead–Clifford)
-    return _differences((n * units.cumsum(-1) - scaled_floor(u, total) + total - 1) // total)
-
-
-def _systematic(units: Counts, u: Tensor, n: int | Tensor) -> Counts:
-    order = u[:, 1:].argsort(dim=-1, stable=True)
-    counts = _systematic_in_order(units.gather(-1, order), u[:, :1], n)
-    return torch.zeros_like(counts).scatter(-1, order, counts)
+    return whole + tally(torch.where(is_drawn, pick(rest, u), units.shape[-1]), units.shape[-1])
 
 
 def _ssp(units: Counts, u: Tensor, n: int) -> Counts:
@@ -254,7 +192,7 @@ def _ssp(units: Counts, u: Tensor, n: int) -> Counts:
 def _killing(units: Counts, u: Tensor, n: int) -> Counts:
     keep_u, redraw_u = u.split(n, dim=-1)
     is_kept = scaled_floor(keep_u, units.amax(-1, keepdim=True)) < units
-    return _tally(torch.where(is_kept, torch.arange(n, device=u.device), _pick(units, redraw_u)), n)
+    return tally(torch.where(is_kept, torch.arange(n, device=u.device), pick(units, redraw_u)), n)
 
 
 def _fearnhead_clifford(log_w: Tensor, u: Tensor, n: int) -> tuple[Counts, Tensor]:
@@ -274,27 +212,11 @@ def _fearnhead_clifford(log_w: Tensor, u: Tensor, n: int) -> tuple[Counts, Tenso
     is_kept = is_kept | ((slots_left > 0) & (slots_left * units >= tail))
 
     to_draw = n - is_kept.sum(-1, keepdim=True)
-    counts = is_kept.long() + _systematic(units.masked_fill(is_kept, 0), u, to_draw)
+    counts = is_kept.long() + systematic_counts(units.masked_fill(is_kept, 0), u, to_draw)
     log_rest = ordered.masked_fill(is_kept, -math.inf).logsumexp(-1, keepdim=True)
     log_inverse_c = log_rest - to_draw.clamp_min(1).double().log()
     new_log_w = torch.where(is_kept, ordered, log_inverse_c) - log_w.logsumexp(-1, keepdim=True) + math.log(n)
     return torch.zeros_like(counts).scatter(-1, order, counts), torch.zeros_like(log_w).scatter(-1, order, new_log_w)
-
-
-def _pick(units: Counts, u: Tensor) -> Int[Tensor, "group uniform"]:
-    """Particles drawn independently in proportion to `units`; N where these are all zero."""
-    ends = units.cumsum(-1)
-    return torch.searchsorted(ends, scaled_floor(u, ends[:, -1:]), right=True)
-
-
-def _tally(particles: Tensor, size: int) -> Counts:
-    """How often each of 0 … size − 1 occurs; an entry equal to `size` counts for no one."""
-    counts = particles.new_zeros(particles.shape[0], size + 1)
-    return counts.scatter_add(-1, particles, torch.ones_like(particles))[:, :size]
-
-
-def _differences(cumulative: Counts) -> Counts:
-    return cumulative.diff(dim=-1, prepend=torch.zeros_like(cumulative[:, :1]))
 
 
 def _equally_weighted(count: Callable[[Tensor, Tensor, int], Tensor]) -> Callable:
@@ -339,7 +261,7 @@ SCHEMES: dict[str, Scheme] = {
     for rule in (
         Scheme(
             "multinomial",
-            _equally_weighted(_multinomial),
+            _equally_weighted(multinomial_counts),
             uniforms=lambda size, n: n,
             source="Gordon, Salmond & Smith 1993",
             negatively_associated=True,
@@ -353,21 +275,21 @@ SCHEMES: dict[str, Scheme] = {
         ),
         Scheme(
             "stratified",
-            _equally_weighted(_stratified),
+            _equally_weighted(stratified_counts),
             uniforms=lambda size, n: n,
             source="Kitagawa 1996",
             negatively_associated=True,
         ),
         Scheme(
             "systematic",
-            _equally_weighted(_systematic),
+            _equally_weighted(systematic_counts),
             uniforms=lambda size, n: 1 + size,
             source="Carpenter, Clifford & Fearnhead 1999, over a random permutation",
             within_one=True,
         ),
         Scheme(
             "systematic_in_order",
-            _equally_weighted(_systematic_in_order),
+            _equally_weighted(systematic_in_order_counts),
             uniforms=lambda size, n: 1,
             source="Carpenter, Clifford & Fearnhead 1999",
             within_one=True,

@@ -5,34 +5,52 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import TypedDict, Unpack, overload
 
 import torch
 
 from smcsample.algorithm import Step, check_run, run
+from smcsample.checks import integer
 from smcsample.history import histories
+from smcsample.lm.compatible import check_compatible, check_ids
 from smcsample.lm.prompt import Prompt, split
 from smcsample.lm.stream import Model
 from smcsample.potentials import LM, Potential
 from smcsample.progress import RoundProgress
-from smcsample.proposals import Proposal, default_proposal
+from smcsample.proposals import Draft, Proposal, default_proposal
 from smcsample.sequence import SequenceModel
 from smcsample.source import Source
 from smcsample.text_posterior import TextPosterior
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments of `sample`, for type checkers."""
+
+    n_particles: int
+    block_size: int
+    max_new_tokens: int
+    resampling: str
+    ess_threshold: float
+    seed: int | Sequence[int]
+    progress: bool | None
+    source: Source | None
+
+
 @overload
 def sample(  # pyright: ignore[reportOverlappingOverload]  a str is a Sequence[str] too, but never a list of prompts
-    prompt: Prompt, target: Potential | Model, proposal: Proposal | None = None, **options: Any
+    prompt: Prompt, target: Potential | Model, proposal: Proposal | Model | None = None, **options: Unpack[Options]
 ) -> TextPosterior: ...
 @overload
 def sample(
-    prompt: Sequence[Prompt], target: Potential | Model, proposal: Proposal | None = None, **options: Any
+    prompt: Sequence[Prompt],
+    target: Potential | Model,
+    proposal: Proposal | Model | None = None,
+    **options: Unpack[Options],
 ) -> list[TextPosterior]: ...
 def sample(  # pyright: ignore[reportInconsistentOverload]  the options are spelt out here only
     prompt: Prompt | Sequence[Prompt],
     target: Potential | Model,
-    proposal: Proposal | None = None,
+    proposal: Proposal | Model | None = None,
     *,
     n_particles: int = 8,
     block_size: int = 7,
@@ -53,8 +71,8 @@ def sample(  # pyright: ignore[reportInconsistentOverload]  the options are spel
         prompt: text, chat messages, token ids, or a list of these. Text is tokenised as it is; for a chat model's
             template pass messages, `[{"role": "user", "content": "…"}]`.
         target: what to draw from: a product of potentials such as `LM(m) ** 4`. A bare model m stands for `LM(m)`.
-        proposal: what drafts, such as `Draft(small_model)`. Default: the target's own model at temperature T/α, for
-            `LM(m, T) ** α`.
+        proposal: what drafts, such as `Draft(small_model)`; a bare model stands for that. Default: the target's own
+            model at temperature T/α, for `LM(m, T) ** α`.
         n_particles: N, particles per prompt: more is closer to the target.
         block_size: K, drafted tokens per round (a round emits K + 1). Larger is faster with a cheap draft, and adds
             variance. 0: every token is a bonus token, drawn from the target's own next-token law.
@@ -75,15 +93,18 @@ def sample(  # pyright: ignore[reportInconsistentOverload]  the options are spel
     """
     prompts, single = split(prompt)
     target = target if isinstance(target, Potential) else LM(target)
-    proposal = (proposal or default_proposal(target)).matched_to(target)
-    check_run(n_particles, len(prompts), resampling, ess_threshold)
-    if block_size < 0:
-        raise ValueError(f"block_size = {block_size} is negative; use 0 to draw every token from the target's own law")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens = {max_new_tokens} is less than 1; ask for at least one token")
+    if proposal is None:
+        proposal = default_proposal(target)
+    elif not isinstance(proposal, Proposal):
+        proposal = Draft(proposal)
+    proposal = proposal.matched_to(target)
+    check_run(n_particles, len(prompts), resampling, ess_threshold, source)
+    block_size = integer("block_size", block_size, 0, "use 0 to draw every token from the target's own law")
+    max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
     models = _models(target, proposal)
     main = models[0]
-    ids = [_checked_ids(prompt, i, models, max_new_tokens) for i, prompt in enumerate(prompts)]
+    names = ["prompt"] if single else [f"prompt {i}" for i in range(len(prompts))]
+    ids = [_encoded(prompt, name, models, max_new_tokens) for prompt, name in zip(prompts, names, strict=True)]
 
     model = SequenceModel(
         ids,
@@ -117,43 +138,28 @@ def _models(target: Potential, proposal: Proposal) -> list[Model]:
     """Every model of the run, the target's first.
 
     Raises:
-        ValueError: no model, or models whose token ids do not mean the same or that lie on different devices.
+        ValueError: no model, models that do not fit together, or several in the target that end texts differently.
     """
-    models = list({id(m): m for m in (*target.models, *proposal.models)}.values())
+    models = list(dict.fromkeys((*target.models, *proposal.models)))
     if not models:
         raise ValueError(
             f"target {target!r} with proposal {proposal!r} names no language model; add LM(model) or Draft(model)"
         )
+    check_compatible(models)
     first = models[0]
-    for other in models[1:]:
-        if other.vocab_size != first.vocab_size or other.vocabulary() != first.vocabulary():
+    for other in target.models:
+        if other.eos_ids != first.eos_ids:
             raise ValueError(
-                f"{first.name} ({first.vocab_size} tokens) and {other.name} ({other.vocab_size} tokens) have different "
-                "vocabularies, so one can't weigh the other's tokens; use models of one tokenizer family"
-            )
-        if other.device != first.device:
-            raise ValueError(
-                f"{first.name} is on {first.device} and {other.name} on {other.device}; load both on one device"
+                f"the target's models end texts differently: {first.name} at {first.eos_ids}, {other.name} at "
+                f"{other.eos_ids}; use models that agree (a draft alone may differ)"
             )
     return models
 
 
-def _checked_ids(prompt: Prompt, index: int, models: Sequence[Model], max_new_tokens: int) -> list[int]:
-    ids = models[0].encode(prompt)
-    for model in models:
-        try:
-            model.check_prompt(ids)
-        except ValueError as error:
-            raise ValueError(f"prompt {index}: {error}") from None
-        outside = [i for i in ids if not 0 <= i < model.vocab_size]
-        if outside:
-            raise ValueError(
-                f"prompt {index} has the token id {outside[0]}, outside the vocabulary 0 … {model.vocab_size - 1} of "
-                f"{model.name}; encode it with that model's tokenizer"
-            )
-        if model.context_length is not None and len(ids) + max_new_tokens > model.context_length:
-            raise ValueError(
-                f"prompt {index} has {len(ids)} tokens and max_new_tokens = {max_new_tokens}; together they exceed the "
-                f"{model.context_length} positions of {model.name}. Shorten the prompt or ask for fewer tokens"
-            )
+def _encoded(prompt: Prompt, name: str, models: list[Model], max_new_tokens: int) -> list[int]:
+    try:
+        ids = models[0].encode(prompt)
+        check_ids(ids, models, max_new_tokens)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     return ids

@@ -1,4 +1,4 @@
-"""A target and a proposal over token sequences as a Feynman–Kac model: one step is one round of SMC-SD (DESIGN §2.3).
+"""A target and a proposal over token sequences as a Feynman–Kac model: one step is one round of SMC-SD.
 
     extend    the proposal drafts K tokens per row, with log q of each
     score     every factor of the target gives its log-increments for the block
@@ -11,6 +11,7 @@ A round of the last tokens before the cap is shorter, so that no token beyond th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -31,7 +32,7 @@ class Rows:
 
     `live`: the groups still running, in order; `closed`: those whose deferred terms are paid. `ids`, `log_q`: what was
     generated, and the log-probability it was drawn with; `lengths`: how many of a row's tokens count (its EOS is the
-    last one). `done`: the tokens of groups that have left.
+    last one); `lost`: rows of weight zero. `done`: the tokens of groups that have left.
     """
 
     batch: Batch
@@ -42,6 +43,7 @@ class Rows:
     ids: Int[Tensor, "row token"]
     log_q: Float[Tensor, "row token"]
     lengths: Int[Tensor, " row"]
+    lost: Bool[Tensor, " row"]
     done: dict[int, Texts]
 
 
@@ -83,15 +85,22 @@ class SequenceModel:
         eos = torch.tensor(self.eos_ids, dtype=torch.long, device=source.device)
         batch = Batch(list(self.prompts), source, eos, self.max_new_tokens)
         none = torch.zeros(batch.n_rows, 0, dtype=torch.float64, device=source.device)
+        scorers = [factor.start(batch) for factor in self.target.factors]
+        if self.block_size == 0 and not any(scorer.looks_ahead for scorer in scorers):
+            raise ValueError(
+                f"block_size = 0 needs a factor that can weigh the whole vocabulary, and none of {self.target!r} can; "
+                "use block_size >= 1"
+            )
         return Rows(
             batch,
             self.proposal.start(batch),
-            [factor.start(batch) for factor in self.target.factors],
+            scorers,
             live=torch.arange(source.n_groups, device=source.device),
             closed=torch.zeros(source.n_groups, dtype=torch.bool, device=source.device),
             ids=none.long(),
             log_q=none,
             lengths=torch.zeros_like(batch.ended, dtype=torch.long),
+            lost=torch.zeros_like(batch.ended),
             done={},
         )
 
@@ -124,73 +133,92 @@ class SequenceModel:
 
     def _round(self, rows: Rows) -> Float[Tensor, " row"]:
         """Extend, score, bonus: the log-increments of one round."""
+        looking = [i for i, scorer in enumerate(rows.scorers) if scorer.looks_ahead]
         room = self.max_new_tokens - rows.ids.shape[1]
-        drafted = min(self.block_size, room - 1)
-        nothing = torch.zeros_like(rows.lengths, dtype=torch.float64)
-        increments = self._extend(rows, drafted) if drafted > 0 else nothing
-        bonus = self._bonus(rows)
-        if bonus is not None:
-            increments = increments + bonus
-        elif self.block_size == 0:
-            raise ValueError(
-                f"block_size = 0 needs a factor that can weigh the whole vocabulary, and none of {self.target!r} can; "
-                "use block_size >= 1"
-            )
-        elif drafted < min(self.block_size, room):
-            increments = increments + self._extend(rows, 1)
+        drafted = min(self.block_size, room - 1 if looking else room)
+        increments = torch.zeros_like(rows.lengths, dtype=torch.float64)
+        if drafted > 0:
+            increments = increments + self._extend(rows, drafted)
+        if looking:
+            increments = increments + self._bonus(rows, looking)
         rows.batch.forget(rows.ids.shape[1])
         return increments
 
     def _extend(self, rows: Rows, k: int) -> Float[Tensor, " row"]:
         """Draft `k` tokens per row and score them: Σ over the block of Σ_i log-increments − log q."""
         block, log_q = rows.drafter.draft(k)
+        if not isinstance(block, Block):
+            raise TypeError(
+                f"proposal {self.proposal!r} drafted a {type(block).__name__}; give a Block, batch.block(…)"
+            )
+        log_q = masked(self._shaped(log_q, block.ids.shape, repr(self.proposal), "log q"), block)
+        self._refuse(torch.isfinite(log_q), log_q, f"proposal {self.proposal!r} gave a log q", rows, block.start)
         scores = [self._score(rows, i, block) for i in range(len(rows.scorers))]
-        increments = (reduce(torch.add, scores) - masked(log_q, block)).sum(dim=1)
-        self._append(rows, block, log_q.double(), increments)
+        increments = (reduce(torch.add, scores) - log_q).sum(dim=1)
+        self._append(rows, block, log_q, increments)
         return increments
 
-    def _bonus(self, rows: Rows) -> Float[Tensor, " row"] | None:
-        """One token from q_b(v) ∝ exp(Σ_i ℓ_i(v)) over the factors that give ℓ; None if there are none.
+    def _bonus(self, rows: Rows, looking: list[int]) -> Float[Tensor, " row"]:
+        """One token from q_b(v) ∝ exp(Σ_i ℓ_i(v)) over the factors that look ahead, weighted like any other token.
 
-        Its increment is log Σ_v exp(Σ_i ℓ_i(v)), which is 0 for a single normalised factor, plus the scores of the
-        factors that give no ℓ.
+        Σ_i score_i − log q_b = log Σ_v exp(Σ_i ℓ_i(v)) + Σ_looking (score_i − ℓ_i(token)) + Σ_others score_i, where the
+        first term is 0 for a single normalised factor and the second is 0 wherever ℓ_i tells all that score_i knows.
         """
-        tables = [scorer.next_logits() for scorer in rows.scorers]
-        looking = {i: table for i, table in enumerate(tables) if table is not None}
-        if not looking:
-            return None
         start = rows.ids.shape[1]
-        logits = reduce(torch.Tensor.add, looking.values())
+        tables = {i: self._table(rows, i) for i in looking}
+        logits = reduce(torch.add, tables.values())
         normaliser = logits.double().logsumexp(dim=1).masked_fill(rows.batch.ended, 0.0)
-        self._refuse_nan(normaliser, " * ".join(repr(self.target.factors[i]) for i in looking), start)
-        wanted = ~rows.batch.ended & (normaliser > -math.inf)
-        tokens = rows.batch.source.tokens(logits, start, Purpose.BONUS, wanted)
+        names = " * ".join(repr(self.target.factors[i]) for i in looking)
+        self._refuse_weights(normaliser, f"potential {names}", rows, start)
+        possible = normaliser > -math.inf
+        tokens = rows.batch.source.tokens(logits, start, Purpose.BONUS, ~rows.batch.ended & possible)
         block = rows.batch.block(tokens[:, None], start)
-        normalised = len(looking) == 1 and rows.scorers[next(iter(looking))].normalised
+        normalised = len(looking) == 1 and rows.scorers[looking[0]].normalised
         increment = torch.zeros_like(normaliser) if normalised else normaliser
-        for i in range(len(tables)):
-            score = self._score(rows, i, block)[:, 0]  # also how the factors that gave ℓ learn the token
-            if i not in looking:
-                increment = increment + score
+        told = block.valid[:, 0] & possible
+        for i in range(len(rows.scorers)):
+            score = self._score(rows, i, block)[:, 0]
+            if i in tables:
+                score = torch.where(told, score - tables[i].gather(1, tokens[:, None])[:, 0].double(), 0.0)
+            increment = increment + score
         rows.drafter.observe(block)
-        # A row with no possible token has log q = −inf − (−inf): it is lost, and its log q means nothing.
-        log_q = torch.where(normaliser == -math.inf, -math.inf, logits.gather(1, tokens[:, None])[:, 0] - normaliser)
+        log_q = torch.where(told, logits.gather(1, tokens[:, None])[:, 0].double() - normaliser, -math.inf)
         self._append(rows, block, log_q[:, None], increment)
         return increment
 
     def _score(self, rows: Rows, i: int, block: Block) -> Float[Tensor, "row step"]:
-        score = masked(rows.scorers[i].score(block), block)
-        self._refuse_nan(score, repr(self.target.factors[i]), block.start)
+        name = f"potential {self.target.factors[i]!r}"
+        score = self._shaped(rows.scorers[i].score(block), block.ids.shape, name, "score")
+        score = masked(score, block)
+        self._refuse_weights(score, name, rows, block.start)
         return score
 
+    def _table(self, rows: Rows, i: int) -> Float[Tensor, "row vocab"]:
+        table = rows.scorers[i].next_logits()
+        name = f"potential {self.target.factors[i]!r}"
+        if table is None:
+            raise TypeError(f"{name} looks ahead but its next_logits gave None; define looks_ahead to say which it is")
+        return self._shaped(table, (len(rows.lengths), table.shape[-1]), name, "next_logits")
+
     @staticmethod
-    def _refuse_nan(values: Tensor, potential: str, start: int) -> None:
-        bad = torch.isnan(values) | (values == math.inf)
-        if bool(bad.any()):
-            where = bad.nonzero()[0].tolist()
+    def _shaped(values: Tensor, shape: Sequence[int], name: str, what: str) -> Tensor:
+        """`values`, refused if their shape would broadcast into something else than was meant."""
+        if not isinstance(values, Tensor) or tuple(values.shape) != tuple(shape):
+            got = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"as a {type(values).__name__}"
+            raise ValueError(f"{name} gave {what} {got}; it must be a tensor {tuple(shape)}")
+        return values
+
+    def _refuse_weights(self, values: Tensor, name: str, rows: Rows, start: int) -> None:
+        legal = ~(torch.isnan(values) | (values == math.inf))
+        self._refuse(legal, values, f"{name} gave a log-increment", rows, start, legal_values="finite or -inf")
+
+    @staticmethod
+    def _refuse(legal: Tensor, values: Tensor, what: str, rows: Rows, start: int, legal_values: str = "finite") -> None:
+        if not bool(legal.all()):
+            row, *step = (~legal).nonzero()[0].tolist()
             raise FloatingPointError(
-                f"potential {potential} gave a log-increment of {values[tuple(where)].item()} in row {where[0]} at "
-                f"position {start + sum(where[1:])}; it may be finite or -inf"
+                f"{what} of {values[(row, *step)].item()} for {rows.batch.name_row(row)} at position "
+                f"{start + sum(step)}; it must be {legal_values}"
             )
 
     @staticmethod
@@ -199,7 +227,8 @@ class SequenceModel:
         rows.ids = torch.cat([rows.ids, block.ids], dim=1)
         rows.log_q = torch.cat([rows.log_q, log_q], dim=1)
         rows.lengths = rows.lengths + block.valid.sum(dim=1)
-        rows.batch.ended = rows.batch.ended | block.ends | (increments == -math.inf)
+        rows.lost = rows.lost | (increments == -math.inf)
+        rows.batch.ended = rows.batch.ended | block.ends | rows.lost
 
     @staticmethod
     def _finished_live(rows: Rows) -> Bool[Tensor, " live"]:
@@ -209,12 +238,14 @@ class SequenceModel:
         """Add to `spread` what the factors kept for the end, for the groups found finished: once each."""
         due = self._finished_live(rows) & ~rows.closed
         if bool(due.any()):
+            paying = due.repeat_interleave(rows.batch.n_particles) & ~rows.lost
             for factor, scorer in zip(self.target.factors, rows.scorers, strict=True):
                 term = scorer.finish()
                 if term is not None:
-                    term = torch.where(due[:, None], term.double().view(len(due), -1), 0.0)
-                    self._refuse_nan(term, repr(factor), rows.ids.shape[1])
-                    spread[rows.live] += term
+                    name = f"potential {factor!r}"
+                    term = self._shaped(term, rows.lengths.shape, name, "finish").double().masked_fill(~paying, 0.0)
+                    self._refuse_weights(term, name, rows, rows.ids.shape[1])
+                    spread[rows.live] += term.view(len(due), -1)
             rows.closed = rows.closed | due
 
     def _retire(self, rows: Rows) -> None:
@@ -240,4 +271,4 @@ class SequenceModel:
         for part in (rows.drafter, *rows.scorers):
             part.select(ancestors)
         rows.ids, rows.log_q = rows.ids[ancestors], rows.log_q[ancestors]
-        rows.lengths = rows.lengths[ancestors]
+        rows.lengths, rows.lost = rows.lengths[ancestors], rows.lost[ancestors]

@@ -1,7 +1,7 @@
 """The one place random numbers come from. Every draw of the library goes through a `Source`.
 
 A number depends on the seed, the stream (which prompt or replicate), the particle, the position and the purpose, and
-on nothing else (DESIGN §5): not on the batch, not on what was drawn before. A test can pass a source of its own.
+on nothing else: not on the batch, not on what was drawn before. A test can pass a source of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from smcsample.checks import integer
 from smcsample.kernels import ops
 from smcsample.kernels.ops import Purpose
 from smcsample.resampling import SCHEMES, Resampled, resample
@@ -30,6 +31,7 @@ class Source:
         n_groups, n_particles: the population's size.
 
     Raises:
+        TypeError: a seed that is no integer.
         ValueError: a seed out of range, or a list of seeds whose length is not `n_groups`, n_particles out of range.
     """
 
@@ -37,18 +39,20 @@ class Source:
         self, seed: int | Sequence[int], n_groups: int, n_particles: int, device: torch.device | str = "cpu"
     ) -> None:
         if not 1 <= n_particles <= 1 << PARTICLE_BITS:
-            raise ValueError(f"n_particles = {n_particles} is not in [1, 2^{PARTICLE_BITS}]; use at least one particle")
-        one = isinstance(seed, int)
-        seeds = [seed] * n_groups if one else list(seed)
+            raise ValueError(
+                f"n_particles = {n_particles} is outside 1 … 2^{PARTICLE_BITS}; use several groups instead"
+            )
+        one = not isinstance(seed, Sequence)
+        seeds = list(seed) if isinstance(seed, Sequence) else [seed] * n_groups
         if len(seeds) != n_groups:
             raise ValueError(f"seed has {len(seeds)} entries for {n_groups} groups; give one integer, or one per group")
-        for s in seeds:
-            if not isinstance(s, int) or not 0 <= s < 1 << 64:
-                raise ValueError(f"seed = {s!r} is not an integer in [0, 2^64)")
+        seeds = [integer("seed", s, 0, "seeds are integers in [0, 2^64)") for s in seeds]
+        if max(seeds) >= 1 << 64:
+            raise ValueError(f"seed = {max(seeds)} is too large; seeds are integers in [0, 2^64)")
         signed = [s - (1 << 64) if s >= 1 << 63 else s for s in seeds]
         self._seed = torch.tensor(signed, dtype=torch.int64, device=device)
         self._stream = torch.arange(n_groups, device=device) if one else torch.zeros_like(self._seed)
-        self.n_particles = n_particles
+        self.n_particles = int(n_particles)
         self._step = self._calls = 0
 
     @property
@@ -66,11 +70,16 @@ class Source:
         return other
 
     def begin(self, step: int) -> None:
-        """Start step `step`: `uniform` and `normal` number their calls afresh within each step."""
+        """Start step `step`: `uniform` and `normal` number their calls afresh within each step. Runs number the calls
+        of `initial` as step 0 and step t as t + 1."""
         self._step, self._calls = step, 0
 
     def uniform(self, *shape: int) -> Float[Tensor, "group particle *shape"]:
-        """Uniforms in (0, 1), float64, for a user's model: fresh ones at every call."""
+        """Uniforms in (0, 1), float64, for a user's model: fresh ones at every call.
+
+        Raises:
+            ValueError: more than 4096 calls in one step.
+        """
         flat = self._float64(Purpose.USER, self._step, self._calls, math.prod(shape))
         self._calls += 1
         return flat.reshape(self.n_groups, self.n_particles, *shape)
@@ -90,7 +99,7 @@ class Source:
         may get any token."""
         seed, stream, particle = self._rows()
         words = ops.words(seed, stream, particle, torch.full_like(seed, position), purpose, log_weights.shape[1])
-        return ops.draw_tokens(log_weights, words)
+        return ops.gumbel_max(log_weights, words)
 
     def resample(
         self, log_w: Float[Tensor, "group particle"], scheme: str, step: int, wanted: Bool[Tensor, " group"]

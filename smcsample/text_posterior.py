@@ -7,6 +7,7 @@ from typing import Any
 from smcsample.history import History
 from smcsample.lm.stream import Model
 from smcsample.posterior import Posterior
+from smcsample.resampling import Status
 from smcsample.sequence import Texts
 from smcsample.source import Source
 
@@ -16,7 +17,7 @@ class TextPosterior(Posterior):
 
     `token_ids`: the generated ids of each particle, its EOS included. `log_q`: the log-probability each of them was
     drawn with (its proposal's law for a drafted token, the bonus law for a bonus). `finish_reasons`: "eos", or "length"
-    for a text cut at the cap, or "lost" for a particle that reached weight zero and was not followed to its end.
+    for a text cut at the cap, or "lost" for one that reached weight zero before its end and was not followed there.
     """
 
     def __init__(self, prompt_ids: list[int], texts: Texts, model: Model, history: History, source: Source) -> None:
@@ -41,6 +42,18 @@ class TextPosterior(Posterior):
         """
         return self.answer
 
+    def __repr__(self) -> str:
+        text = self.text if self.status is Status.OK else ""
+        return f"{super().__repr__()[:-1]}, text={text[:60] + '…' if len(text) > 60 else text!r})"
+
+    def best(self) -> str:
+        """The text with the largest total weight: equal texts count together.
+
+        Raises:
+            DeadPopulationError: no particle has any weight.
+        """
+        return next(iter(self.vote()))
+
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {
             "texts": self.texts,
@@ -49,6 +62,9 @@ class TextPosterior(Posterior):
             "finish_reasons": self.finish_reasons,
             "prompt_ids": self.prompt_ids,
         }
+
+    def __getitem__(self, n: int) -> str:
+        return self.texts[n]
 
     def _columns(self) -> dict[str, Any]:
         columns = super()._columns()

@@ -47,7 +47,7 @@ def _scaled(log_weights: Float[Tensor, "*group particle"]) -> tuple[Tensor, Tens
 
 
 def evidence(banked: Float[Tensor, "*group"], log_weights: Float[Tensor, "*group particle"]) -> Float[Tensor, "*group"]:
-    """log Ẑ = what the resamplings banked + the log-mean of the weights since then (DESIGN §2.5)."""
+    """log Ẑ = what the resamplings banked + the log-mean of the weights since then."""
     return banked + log_mean_exp(log_weights)
 
 

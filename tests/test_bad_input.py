@@ -30,19 +30,22 @@ def lm() -> smc.CausalLM:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": ""}, r"prompt 0: prompt is empty"),
+        ({"prompt": ""}, r"prompt: it is empty"),
         ({"prompt": []}, r"prompt is an empty list"),
-        ({"prompt": [[3], []]}, r"prompt 1: prompt is empty"),
-        ({"prompt": [3, V]}, rf"prompt 0 has the token id {V}, outside the vocabulary 0 … {V - 1}"),
-        ({"prompt": [3, -1]}, r"prompt 0 has the token id -1"),
-        ({"prompt": [3] * 120}, r"prompt 0 has 120 tokens and max_new_tokens = 10; .* 128 positions"),
+        ({"prompt": [[3], []]}, r"prompt 1: it is empty"),
+        ({"prompt": [3, V]}, rf"prompt: token id {V} is outside the vocabulary 0 … {V - 1}"),
+        ({"prompt": [3, -1]}, r"prompt: token id -1"),
+        ({"prompt": [3] * 120}, r"prompt: 120 tokens and max_new_tokens = 10 exceed the 128 positions"),
         ({"n_particles": 0}, r"n_particles = 0 is less than 1"),
-        ({"block_size": -1}, r"block_size = -1 is negative"),
+        ({"block_size": -1}, r"block_size = -1 is less than 0"),
         ({"max_new_tokens": 0}, r"max_new_tokens = 0 is less than 1"),
         ({"resampling": "sytematic"}, r"sytematic.*systematic"),
         ({"ess_threshold": 2.0}, r"ess_threshold = 2.0"),
         ({"seed": [1, 2]}, r"seed has 2 entries for 1 groups"),
-        ({"seed": 1 << 70}, r"seed = .* is not an integer in"),
+        ({"seed": 1 << 70}, r"seed = .* is too large"),
+        ({"n_particles": (1 << 20) + 1}, r"n_particles = .* outside 1 … 2\^20"),
+        ({"source": smc.Source(0, 1, 4)}, r"source has 1 groups of 4 particles for a run of 1 groups of 8"),
+        ({"source": smc.Source(0, 3, 8)}, r"source has 3 groups"),
     ],
 )
 def test_arguments_of_sample(lm: smc.CausalLM, options: dict[str, Any], message: str) -> None:
@@ -51,7 +54,7 @@ def test_arguments_of_sample(lm: smc.CausalLM, options: dict[str, Any], message:
         smc.sample(target=LM(lm), **arguments)
 
 
-@pytest.mark.parametrize("prompt", [3, None, [3.5], [{"role": "user"}, 3], object()])
+@pytest.mark.parametrize("prompt", [3, None, [3.5], [{"role": "user"}, 3], object(), {"input_ids": [3]}])
 def test_prompts_of_a_wrong_type(lm: smc.CausalLM, prompt: Any) -> None:
     with pytest.raises(TypeError):
         smc.sample(prompt, LM(lm))
@@ -70,6 +73,64 @@ def test_laws_of_target_and_proposal(lm: smc.CausalLM, options: dict[str, Any]) 
 def test_powers(lm: smc.CausalLM, alpha: float) -> None:
     with pytest.raises(ValueError, match="alpha"):
         LM(lm) ** alpha
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"n_particles": 4.0}, TypeError, "n_particles"),
+        ({"block_size": 1.5}, TypeError, "block_size"),
+        ({"max_new_tokens": 3.5}, TypeError, "max_new_tokens"),
+        ({"seed": None}, TypeError, "seed"),
+        ({"seed": 1.5}, TypeError, "seed"),
+        ({"resampling": None}, TypeError, "resampling"),
+        ({"proposal": "draft"}, TypeError, "model|proposal"),
+        ({"prompt": [True, False]}, TypeError, "prompt"),
+        ({"prompt": [{"role": "user", "content": "a"}]}, ValueError, "no chat template"),
+    ],
+)
+def test_values_of_a_wrong_type(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        smc.sample(**({"prompt": [0], "target": LM(target_lm())} | options))
+
+
+def test_bare_models_stand_for_their_potential_and_proposal() -> None:
+    p, q = target_lm(), draft_lm()
+    plain = smc.sample([0], LM(p), Draft(q), max_new_tokens=4)
+    assert smc.sample([0], p, q, max_new_tokens=4).token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ((tokenizer(), tiny("llama").model), TypeError, "give a name, a path"),
+        ("/no/such/folder", FileNotFoundError, "no such file or folder"),
+        ("./no-such-folder", FileNotFoundError, "no such file or folder"),
+    ],
+)
+def test_sources_that_are_no_models(source: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        smc.load_model(source)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the CUDA device that must be missing here")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="no CUDA device"):
+        smc.load_model("gpt2", device="cuda")
+
+
+def test_agreement_refuses_what_it_cannot_measure() -> None:
+    p, q = target_lm(), draft_lm()
+    with pytest.raises(ValueError, match="continuations has no tokens"):
+        smc.agreement(p, q, [0], [[], []])
+    with pytest.raises(ValueError, match="token id 7"):
+        smc.agreement(p, q, [0], [[7]])
+    with pytest.raises(ValueError, match="temperature = 0"):
+        smc.agreement(p, q, [0], [[1]], draft_temperature=0)
+    with pytest.raises(ValueError, match="different vocabularies"):
+        smc.agreement(p, smc.TabularLM([0.5, 0.5], [[0.5, 0.5]] * 2), [0], [[1]])
+    never = smc.TabularLM([0.6, 0.0, 0.4], [[0.6, 0.0, 0.4]] * 3, 2, name="never b")
+    assert smc.agreement(never, never, [0], [[0, 0, 2]]).chi2 == pytest.approx(0, abs=1e-12)
 
 
 def test_vocabularies_must_agree(lm: smc.CausalLM) -> None:
@@ -106,17 +167,27 @@ import smcsample as smc
 from smcsample.potentials import LM
 from smcsample.proposals import Draft
 lm = smc.TabularLM([0.5, 0.5], [[0.5, 0.5]] * 2)
-for build, *arguments in (LM, "gpt2"), (Draft, "gpt2"), (smc.sample, 3, LM(lm)), (smc.sample, [0.5], LM(lm)):
+wrong = [(LM, "gpt2"), (Draft, "gpt2"), (smc.load_model, 3)]
+wrong += [(smc.sample, prompt, lm) for prompt in (3, [0.5], {"role": "user"})]
+for build, *arguments in wrong:
     try:
         build(*arguments)
     except TypeError as error:
         print(error)
+import numpy as np
+options = {"n_particles": 4, "block_size": 1, "max_new_tokens": 4, "seed": 3}
+plain = smc.sample([0], lm, **options)
+numpy = smc.sample([np.int64(0)], lm, **{name: np.int32(value) for name, value in options.items()})
+print(plain.token_ids == numpy.token_ids)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert lines[:2] == ["model is a str; give a CausalLM (smc.load_model(…)) or a TabularLM"] * 2
-    assert "prompt is a int" in lines[2]
-    assert "prompt[0] = 0.5" in lines[3]
+    assert "source is a int; give a name, a path" in lines[2]
+    assert "prompt is a int" in lines[3]
+    assert "prompt[0] = 0.5" in lines[4]
+    assert "wrap a single chat message in a list" in lines[5]
+    assert lines[6] == "True"  # integers of numpy are integers
 
 
 def test_gguf_that_is_not_there() -> None:
@@ -131,11 +202,13 @@ def test_gguf_that_is_not_there() -> None:
         (([0.5, 0.6], [[1.0, 0.0]] * 2), "initial is not a table of probabilities"),
         (([0.5, 0.5], [[1.2, -0.2]] * 2), "transition is not a table of probabilities"),
         (([0.5, 0.5], [[1.0, 0.0]] * 2, 2), "eos_id = 2 is outside"),
+        (([0.5, 0.5], [[1.0, 0.0]] * 2, 1, ("a",)), "tokens has 1 different strings for 2 ids"),
+        (([0.5, 0.5], [[1.0, 0.0]] * 2, 1, ("a", "a")), "tokens has 1 different strings for 2 ids"),
     ],
 )
 def test_tables_that_are_no_laws(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        smc.TabularLM(*arguments)
+        smc.TabularLM(*arguments[:3], tokens=arguments[3] if len(arguments) > 3 else None)
 
 
 def test_tabular_prompt_as_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def test_stream_equals_the_stock_forward_through_any_history(kind: str) -> None:
 
 
 def test_a_round_costs_k_draft_steps_and_one_verify() -> None:
-    """DESIGN §7: a round feeds the target K+1 tokens at once and the draft 2, 1, …, 1."""
+    """A round feeds the target K+1 tokens at once and the draft 2, 1, …, 1."""
     target, draft = tiny("llama", 0, eos=False), tiny("llama", 1, eos=False)
     batches = []
     potential = LM(target)
@@ -128,6 +129,9 @@ def test_prompts_as_text_chat_and_ids() -> None:
     assert lm.decode([2, 3, 0]) == "a b"
     text, ids = (smc.sample(p, LM(lm), n_particles=3, max_new_tokens=5) for p in ("a b c", [2, 3, 4]))
     assert text.token_ids == ids.token_ids
+    for tensor in (torch.tensor([2, 3, 4]), np.array([2, 3, 4])):
+        assert smc.lm.prompt.split(tensor) == ([[2, 3, 4]], True)
+    assert smc.lm.prompt.split(torch.tensor([[2, 3], [4, 5]])) == ([[2, 3], [4, 5]], False)
     many = smc.sample(["a b c", "d"], LM(lm), n_particles=3, max_new_tokens=5)
     assert isinstance(many, list)
     assert many[0].token_ids == text.token_ids

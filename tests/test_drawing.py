@@ -10,7 +10,7 @@ from scipy import stats
 from torch import Tensor
 
 import smcsample as smc
-from smcsample.kernels.ops import Purpose, draw_tokens, words
+from smcsample.kernels.ops import Purpose, gumbel_max, words
 from smcsample.lm.law import NextToken, TokenLaw
 
 FALSE_ALARM = 1e-8
@@ -24,7 +24,7 @@ def draws(log_weights: Tensor, n: int, seed: int = 5) -> Tensor:
         row = torch.arange(start, min(n, start + chunk))
         zero = torch.zeros_like(row)
         bits = words(zero + seed, zero, row, zero, Purpose.DRAFT, width)
-        out.append(draw_tokens(log_weights.expand(len(row), -1), bits))
+        out.append(gumbel_max(log_weights.expand(len(row), -1), bits))
     return torch.cat(out)
 
 

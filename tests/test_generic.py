@@ -168,6 +168,62 @@ def test_groups_that_finish_early_keep_their_weights() -> None:
     assert not torch.equal(second.genealogy[1], torch.arange(4))
 
 
+class Walk:
+    """x_0 normal, x_t = x_{t−1} − a fresh normal; group g takes g + 1 steps. The state is a tuple of two tensors."""
+
+    def initial(self, source: smc.Source) -> tuple[Tensor, Tensor]:
+        x = source.normal()
+        return x, torch.zeros_like(x)
+
+    def step(self, state: tuple[Tensor, Tensor], t: int, source: smc.Source) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        x = state[0] - source.normal()
+        return (x, state[1] + 1), -(x**2) / 2
+
+    def select(self, state: tuple[Tensor, Tensor], ancestors: Tensor) -> tuple[Tensor, Tensor]:
+        return state[0].gather(1, ancestors), state[1].gather(1, ancestors)
+
+    def finished(self, state: tuple[Tensor, Tensor], t: int) -> Tensor:
+        return t >= torch.arange(1, state[0].shape[0] + 1)
+
+
+def test_initial_and_first_step_draw_different_numbers() -> None:
+    """x_0 − e ~ N(0, 2), so Z = E exp(−x²/2) = 1/√3; 20,000 particles are within 0.02 of it, shared numbers give 1."""
+    posterior = smc.smc(Walk(), 20_000, seed=1)
+    assert math.exp(posterior.log_evidence) == pytest.approx(3**-0.5, abs=0.02)
+
+
+def test_a_source_can_be_used_again() -> None:
+    source = smc.Source(4, 1, 50)
+    first, second = smc.smc(Walk(), 50, source=source), smc.smc(Walk(), 50, source=source)
+    assert first.log_evidence == second.log_evidence
+    assert torch.equal(first.values[0], second.values[0])
+
+
+def test_groups_keep_the_particles_of_their_own_last_step_in_any_tree_of_tensors() -> None:
+    runs = smc.smc(Walk(), 5, n_groups=3, seed=2)
+    for g, run in enumerate(runs):
+        assert len(run.steps) == g + 1
+        assert torch.all(run.values[1] == g + 1)
+        x, steps = run.draw()
+        assert x.shape == steps.shape == ()
+        assert run.expect(lambda particle: particle[1]).item() == pytest.approx(g + 1)
+        assert run.best()[0] in run.values[0]
+    assert runs[0].vote(lambda particle: particle[1]) == pytest.approx({1.0: 1.0})
+
+
+def test_a_state_of_another_kind_is_refused_after_one_step() -> None:
+    class Strange(Walk):
+        def step(self, state: tuple, t: int, source: smc.Source) -> tuple:
+            state, increments = super().step(state, t, source)
+            return (state[0], "not a tensor"), increments
+
+        def finished(self, state: tuple, t: int) -> Tensor:
+            return torch.tensor([t >= 1])
+
+    with pytest.raises(TypeError, match=r"state holds str, not a tensor \[1, 4, …\]"):
+        smc.smc(Strange(), 4)
+
+
 def test_a_model_finished_from_the_start_is_an_error() -> None:
     with pytest.raises(ValueError, match="finished before its first step"):
         smc.smc(Fixed(), 4)

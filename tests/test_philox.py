@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 import smcsample as smc
-from smcsample.kernels.ops import Purpose, draw_tokens, philox_4x32, uniform_float32, uniform_float64, words
+from smcsample.kernels.ops import Purpose, gumbel_max, philox_4x32, uniform_float32, uniform_float64, words
 from smcsample.kernels.philox import exponential
 
 RANDOM123 = [  # kat_vectors of Random123 1.14: counter, key, output
@@ -95,7 +95,7 @@ def test_draws_follow_the_softmax() -> None:
     n = 40_000
     row = torch.arange(n)
     zero = torch.zeros(n, dtype=torch.int64)
-    tokens = draw_tokens(logits.expand(n, -1), words(zero, zero, row, zero, Purpose.DRAFT, 5))
+    tokens = gumbel_max(logits.expand(n, -1), words(zero, zero, row, zero, Purpose.DRAFT, 5))
     counts = torch.bincount(tokens, minlength=5).double()
     assert counts[4] == 0
     expected = logits.double().softmax(0)[:4] * n

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,6 +79,13 @@ def test_dead_particles_are_never_drawn() -> None:
         runs[0].expect(lambda x: x[:2])
 
 
+def test_a_posterior_shows_itself(posterior: smc.TextPosterior) -> None:
+    assert repr(posterior).startswith("TextPosterior(OK, N=64, ESS=")
+    assert posterior.text[:20] in repr(posterior)
+    with pytest.raises(ValueError, match="k = -1"):
+        posterior.draw(-1)
+
+
 def test_export(posterior: smc.TextPosterior) -> None:
     plain = json.loads(json.dumps(finite(posterior.to_dict()), allow_nan=False))
     assert plain["texts"] == posterior.texts
@@ -133,6 +141,21 @@ def test_single_run_variance_of_the_evidence_is_unbiased() -> None:
     assert abs(estimates.mean() - z.var()) < 5 * error
 
 
+def test_chi2_of_a_step_starts_from_the_weights_it_found() -> None:
+    """Two steps with a resampling between: each step's χ² by hand."""
+    runs = smc.sample([0], LM(P) ** 2, Draft(Q), n_particles=16, block_size=1, max_new_tokens=4, ess_threshold=1.0)
+    assert [record.resampled for record in runs.steps] == [False, True]
+    for resampled in (True, False):
+        history = runs.history
+        if not resampled:
+            history = replace(history, resampled=torch.zeros_like(history.resampled))
+        start = torch.zeros(16, dtype=torch.float64) if resampled else history.log_weights[0]
+        w, v = start.softmax(0), history.increments[1].exp()
+        expected = (w * v**2).sum() / (w * v).sum() ** 2 - 1
+        copy = smc.Posterior(torch.zeros(16), history, smc.Source(0, 1, 16))
+        assert diagnostics.step_chi2(copy)[1].item() == pytest.approx(expected.item())
+
+
 def test_pareto_k_sees_heavy_tails() -> None:
     """Weights U^(−k) have a Pareto tail of index k: k̂ of 4,000 is within 0.15 of it."""
     u = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
@@ -140,6 +163,8 @@ def test_pareto_k_sees_heavy_tails() -> None:
         assert diagnostics.pareto_k(-k * u.log()) == pytest.approx(k, abs=0.15)
     assert diagnostics.pareto_k(torch.zeros(100, dtype=torch.float64)) == -math.inf
     assert diagnostics.pareto_k(torch.arange(8, dtype=torch.float64)) is None
+    assert diagnostics.pareto_k(torch.zeros(1, dtype=torch.float64)) is None
+    assert diagnostics.pareto_k(torch.full((100,), -math.inf, dtype=torch.float64)) is None
 
 
 def test_certificates_are_given_only_where_they_mean_something() -> None:
@@ -153,7 +178,9 @@ def test_certificates_are_given_only_where_they_mean_something() -> None:
     resampled = smc.sample([0], LM(P) ** 2, n_particles=64, ess_threshold=1.0, **options).certificate()
     assert not resampled.valid
     assert "resampled" in resampled.reason
-    for nothing in (few, resampled):
+    one = smc.sample([0], LM(P), n_particles=1, **options).certificate()
+    for nothing in (few, resampled, one):
+        assert not nothing.valid
         assert math.isnan(nothing.bias)
         assert math.isnan(nothing.total_variation)
 

@@ -142,7 +142,7 @@ class Poisoned(smc.TabularLM):
 
 def test_nan_logits() -> None:
     lm = Poisoned([0.5, 0.3, 0.2], [[0.5, 0.3, 0.2]] * 3, name="poisoned")
-    with pytest.raises(FloatingPointError, match=r"model poisoned .* nan in row 3 at position 2"):
+    with pytest.raises(FloatingPointError, match=r"model poisoned .* nan for prompt 0, particle 3 at position 2"):
         smc.sample([0], LM(lm), n_particles=5, block_size=3, max_new_tokens=8)
 
 
@@ -162,7 +162,7 @@ class Bad(Flat):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_bad_increments_name_potential_row_and_position(value: float) -> None:
     script = Scripted([[0, 0, 0], [0, 1, 0]])
-    with pytest.raises(FloatingPointError, match=r"potential Bad\(\) .* in row 1 at position 1"):
+    with pytest.raises(FloatingPointError, match=r"potential Bad\(\) .* for prompt 0, particle 1 at position 1"):
         smc.sample([0], LM(P) * Bad(value), script, n_particles=2, block_size=3, max_new_tokens=4)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -73,12 +76,17 @@ def test_the_eight_bit_copy_is_a_good_draft(models: tuple[smc.CausalLM, smc.Caus
     assert itself.acceptance == pytest.approx(1, abs=1e-6)
 
 
+def test_version_and_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "smcsample", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == version("smcsample")
+
+
 def test_command_line(models: tuple[smc.CausalLM, smc.CausalLM]) -> None:
     arguments = ["sample", "Say hi.", "--particles", "3", "--block", "3", "--max-new-tokens", "8", "--seed", "5"]
     runner = CliRunner()
     plain = runner.invoke(app, arguments)
     assert plain.exit_code == 0, plain.output
-    for label in ("answer", "tokens/s", "ESS", "resamplings", "log Ẑ", "χ²", "descendants"):
+    for label in ("drafted by", "tokens/s", "ESS", "resamplings", "log Ẑ", "χ²", "descendants"):
         assert label in plain.output
     first, second = (runner.invoke(app, [*arguments, "--json"]) for _ in range(2))
     record = json.loads(first.stdout)
@@ -89,6 +97,15 @@ def test_command_line(models: tuple[smc.CausalLM, smc.CausalLM]) -> None:
     assert power["log_evidence"] < 0
 
 
+def test_answers_are_shown_as_they_are(models: tuple[smc.CausalLM, smc.CausalLM]) -> None:
+    """Brackets in prompts and answers are no markup."""
+    result = CliRunner().invoke(app, ["demo", "Repeat: [/INST] [red]hi [/b]", "--max-new-tokens", "6"])
+    assert result.exit_code == 0, result.output
+    assert "Repeat: [/INST] [red]hi [/b]" in result.output
+    for label in ("acceptance", "speculative", "power sampling"):
+        assert label in result.output
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -96,6 +113,8 @@ def test_command_line(models: tuple[smc.CausalLM, smc.CausalLM]) -> None:
         (["--power", "-1"], "alpha = -1"),
         (["--temperature", "0"], "temperature = 0"),
         (["--target", "missing.gguf"], "no such GGUF file"),
+        (["--target", "/[demo]/[/b].gguf"], "'/[demo]/[/b].gguf'"),
+        (["--resampling", "sistematic"], "systematic"),
     ],
 )
 def test_command_line_errors_are_one_line(

@@ -68,12 +68,12 @@ class TracingSource(smc.Source):
             after[row] = torch.tensor(outcomes[choice].log_w, dtype=torch.float64)
         return Resampled(ancestors, after, torch.zeros(len(log_w), dtype=torch.long))
 
-    def branches(self) -> Iterator[list[int]]:
-        """The scripts that turn off these paths at one choice beyond their own script."""
-        for script, path, sizes in zip(self.scripts, self.paths, self.sizes, strict=True):
+    def branches(self) -> Iterator[tuple[int, list[int]]]:
+        """The scripts that turn off these groups' paths at one choice beyond their own script."""
+        for group, (script, path, sizes) in enumerate(zip(self.scripts, self.paths, self.sizes, strict=True)):
             for at in range(len(script), len(path)):
                 for other in range(1, sizes[at]):
-                    yield [*path[:at], other]
+                    yield group, [*path[:at], other]
 
 
 @dataclass
@@ -84,14 +84,22 @@ class Outcome:
     posterior: smc.Posterior
 
 
+def walk_batch(
+    run: Callable[[smc.Source, list], list], problems: list, n_particles: int
+) -> Iterator[tuple[int, float, smc.Posterior]]:
+    """Every outcome of `run(source, batch)` for each of the problems, which share batches: (which, probability,
+    posterior)."""
+    waiting: list[tuple[int, list[int]]] = [(which, []) for which in range(len(problems))]
+    while waiting:
+        now, waiting = waiting[:GROUPS_AT_ONCE], waiting[GROUPS_AT_ONCE:]
+        source = TracingSource([script for _, script in now], n_particles)
+        posteriors = run(source, [problems[which] for which, _ in now])
+        for (which, _), p, posterior in zip(now, source.probability.tolist(), posteriors, strict=True):
+            yield which, p, posterior
+        waiting += [(now[group][0], script) for group, script in source.branches()]
+
+
 def walk(run: Callable[[smc.Source, int], list[smc.Posterior]], n_particles: int) -> list[Outcome]:
     """Every outcome of `run(source, n_groups)`, which runs that many copies of one problem from the source."""
-    outcomes: list[Outcome] = []
-    scripts: list[list[int]] = [[]]
-    while scripts:
-        now, scripts = scripts[:GROUPS_AT_ONCE], scripts[GROUPS_AT_ONCE:]
-        source = TracingSource(now, n_particles)
-        posteriors = run(source, len(now))
-        outcomes += [Outcome(p, x) for p, x in zip(source.probability.tolist(), posteriors, strict=True)]
-        scripts += source.branches()
-    return outcomes
+    paths = walk_batch(lambda source, batch: run(source, len(batch)), [None], n_particles)
+    return [Outcome(probability, posterior) for _, probability, posterior in paths]

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from smcsample.lm.batch import Batch
+from smcsample.lm.compatible import check_compatible, check_ids
 from smcsample.lm.law import TokenLaw
 from smcsample.lm.stream import LMStream, Model
 from smcsample.source import Source
@@ -52,21 +53,26 @@ def agreement(
         temperature, draft_temperature: of the two laws; the draft's defaults to the target's.
 
     Raises:
-        ValueError: no continuation has a token.
+        ValueError: no continuation has a token, models that do not fit together, a prompt or text out of their reach.
     """
+    check_compatible([target, draft])
     texts = [list(ids) for ids in continuations if len(ids) > 0]
     if not texts:
         raise ValueError("continuations has no tokens to measure along; give at least one non-empty list of ids")
+    for ids in texts:
+        check_ids([*prompt, *ids], [target, draft], 0)
+    check_ids(prompt, [target, draft], 0)
     p = _log_probs(target, prompt, texts, TokenLaw(temperature))
-    q = _log_probs(draft, prompt, texts, TokenLaw(draft_temperature or temperature))
-    chi2 = (2 * p - q).logsumexp(dim=1).exp() - 1
+    q = _log_probs(draft, prompt, texts, TokenLaw(temperature if draft_temperature is None else draft_temperature))
+    possible = p > -torch.inf
+    chi2 = torch.where(possible, 2 * p - q, -torch.inf).logsumexp(dim=1).exp() - 1
     seconds = _step_seconds(target, draft, prompt, len(texts))
     return Agreement(
         positions=len(p),
         chi2=chi2.mean().item(),
         chi2_median=chi2.median().item(),
         acceptance=torch.minimum(p, q).exp().sum(dim=1).mean().item(),
-        kl=torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(dim=1).mean().item(),
+        kl=torch.where(possible, p.exp() * (p - q), 0.0).sum(dim=1).mean().item(),
         cost_ratio=seconds[1] / seconds[0],
         rows=len(texts),
     )

@@ -38,6 +38,8 @@ class Block(NamedTuple):
 class Batch:
     """The rows a run follows. Row g·N + n is particle n of group g.
 
+    `ended`: rows that take no more tokens. `groups`: which groups of the run these are.
+
     Groups that finish leave: rows shrink at a `select` with fewer ancestors than rows. So a scorer or drafter keeps
     whatever it knows about a row in tensors with one entry per row, and gathers them in its `select`.
     """
@@ -47,9 +49,11 @@ class Batch:
     eos_ids: Int[Tensor, " eos"]
     max_new_tokens: int
     ended: Bool[Tensor, " row"] = field(init=False)
-    _streams: dict[int, LMStream] = field(init=False, default_factory=dict)
+    groups: Int[Tensor, " group"] = field(init=False)
+    _streams: dict[Model, LMStream] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.groups = torch.arange(self.source.n_groups, device=self.device)
         self.ended = torch.zeros(self.n_rows, dtype=torch.bool, device=self.device)
 
     @property
@@ -66,9 +70,13 @@ class Batch:
 
     def stream(self, model: Model) -> LMStream:
         """The stream of `model` over these rows: one per model, shared by all who name it."""
-        if id(model) not in self._streams:
-            self._streams[id(model)] = model.stream(self)
-        return self._streams[id(model)]
+        if model not in self._streams:
+            self._streams[model] = model.stream(self)
+        return self._streams[model]
+
+    def name_row(self, row: int) -> str:
+        """A row as a user counts: by prompt and particle."""
+        return f"prompt {int(self.groups[row // self.n_particles])}, particle {row % self.n_particles}"
 
     def block(self, ids: Int[Tensor, "row step"], start: int) -> Block:
         """Tokens appended to every row, with what follows from the end-of-sequence ids and the length cap."""
@@ -93,6 +101,7 @@ class Batch:
         """Let all groups but these leave; returns the rows that stay."""
         self.prompts = [self.prompts[g] for g in groups.tolist()]
         self.source = self.source.take(groups)
+        self.groups = self.groups[groups]
         n = self.n_particles
         rows = (groups[:, None] * n + torch.arange(n, device=self.device)).flatten()
         self.select(rows)

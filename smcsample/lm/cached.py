@@ -21,7 +21,7 @@ class CachedStream(LMStream):
 
         device = model.device
         last = torch.tensor([prompt[-1] for prompt in batch.prompts], device=device)
-        super().__init__(name, last.repeat_interleave(batch.n_particles))
+        super().__init__(name, batch, last.repeat_interleave(batch.n_particles))
         self._model, self._vocab_size = model, vocab_size
         self._cache = DynamicCache(config=model.config)
         parameters = inspect.signature(model.forward).parameters
@@ -30,17 +30,18 @@ class CachedStream(LMStream):
         self._can_keep_few = "logits_to_keep" in parameters
         lengths = torch.tensor([len(prompt) - 1 for prompt in batch.prompts], device=device)
         longest = int(lengths.max())
-        self._mask = torch.arange(longest, device=device) >= (longest - lengths)[:, None]
+        is_token = torch.arange(longest, device=device) >= (longest - lengths)[:, None]
         self._length = lengths
         if longest > 0:
+            self._mask = is_token | (lengths == 0)[:, None]  # a row of padding attends to itself rather than to nothing
             ids = torch.zeros(len(batch.prompts), longest, dtype=torch.long, device=device)
             for row, prompt in enumerate(batch.prompts):
                 ids[row, longest - len(prompt) + 1 :] = torch.tensor(prompt[:-1], device=device)
             positions = torch.arange(longest, device=device) - (longest - lengths)[:, None]
-            positions = torch.where(self._mask, positions, 0)  # padding is masked; its position only has to exist
+            positions = torch.where(is_token, positions, 0)  # padding is masked; its position only has to exist
             self._run(ids, positions, keep=1)
             self._cache.batch_repeat_interleave(batch.n_particles)
-        self._mask = self._mask.repeat_interleave(batch.n_particles, dim=0)
+        self._mask = is_token.repeat_interleave(batch.n_particles, dim=0)
         self._length = lengths.repeat_interleave(batch.n_particles)
 
     def _forward(self, tokens: Int[Tensor, "row step"], keep: int) -> Float[Tensor, "row kept vocab"]:

@@ -18,6 +18,9 @@ from smcsample.lm.prompt import Prompt, is_chat
 if TYPE_CHECKING:
     from smcsample.lm.batch import Batch
 
+PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Layers that keep keys and values and nothing else."""
+
 
 @dataclass(frozen=True, eq=False)
 class CausalLM:
@@ -43,10 +46,7 @@ class CausalLM:
         config, kind = self.model.config, type(self.model).__name__
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"model {self.name} ({kind}) is an encoder–decoder; smcsample needs a decoder-only model")
-        strange = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {
-            "full_attention",
-            "sliding_attention",
-        }
+        strange = set(getattr(config.get_text_config(), "layer_types", None) or ()) - PLAIN_LAYERS
         if getattr(self.model, "_is_stateful", False) or strange:
             layers = f" (layers: {', '.join(sorted(strange))})" if strange else ""
             raise ValueError(
@@ -83,7 +83,7 @@ class CausalLM:
             return list(self.tokenizer(prompt)["input_ids"])
         if is_chat(prompt):
             if not self.tokenizer.chat_template:
-                raise ValueError(f"prompt is chat messages, but {self.name} has no chat template; give text")
+                raise ValueError(f"it is chat messages, but {self.name} has no chat template; give text")
             text = self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return [int(i) for i in prompt]  # pyright: ignore[reportArgumentType]
@@ -94,7 +94,7 @@ class CausalLM:
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         if len(ids) == 0:
-            raise ValueError(f"prompt is empty; {self.name} needs at least one token to continue from (its BOS, say)")
+            raise ValueError(f"it is empty; {self.name} needs at least one token to continue from (its BOS, say)")
 
     def stream(self, batch: Batch) -> CachedStream:
         return CachedStream(self.model, self.name, self.vocab_size, batch)
@@ -104,10 +104,11 @@ class CausalLM:
 
 
 def load_model(
-    source: str | os.PathLike[str] | tuple[Any, Any] | CausalLM,
+    source: str | os.PathLike[str] | tuple[Any, Any] | list[Any] | CausalLM,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    name: str | None = None,
     **kwargs: Any,
 ) -> CausalLM:
     """Load a causal language model.
@@ -117,31 +118,41 @@ def load_model(
             is put in evaluation mode; `device` and `dtype` then are its own).
         device: default: CUDA if there is one, else the CPU.
         dtype: default: the checkpoint's on a GPU, float32 on a CPU.
+        name: what messages call the model; default: the source's own name.
         kwargs: passed to `AutoModelForCausalLM.from_pretrained` (`revision=`, `token=`, …).
 
     Raises:
-        FileNotFoundError: a `.gguf` path that does not exist.
+        TypeError: a source of another kind.
+        FileNotFoundError: a path that does not exist.
         ImportError: a GGUF file without the packages that read it.
-        ValueError: a model whose rows can't be followed (see `CausalLM`).
+        ValueError: a model whose rows can't be followed (see `CausalLM`), a CUDA device that is not there.
     """
     if isinstance(source, CausalLM):
         return source
-    if isinstance(source, tuple):
+    if isinstance(source, (tuple, list)) and len(source) == 2 and hasattr(source[0], "forward"):
         model, tokenizer = source
-        return CausalLM(model.eval(), tokenizer, model.config.name_or_path or type(model).__name__)
+        return CausalLM(model.eval(), tokenizer, name or model.config.name_or_path or type(model).__name__)
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            f"source is a {type(source).__name__}; give a name, a path, a .gguf file, or a pair (model, tokenizer)"
+        )
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    name, where = str(source), str(source)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device = {str(device)!r}, but this PyTorch sees no CUDA device; use device='cpu'")
+    where = os.path.expanduser(source)
+    if where.startswith((os.sep, ".")) and not os.path.exists(where):
+        raise FileNotFoundError(f"source = {where!r}: there is no such file or folder")
     kwargs["dtype"] = dtype or ("auto" if device.type == "cuda" else torch.float32)
     shared = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "trust_remote_code") if key in kwargs}
     if where.endswith(".gguf"):
         path = Path(where)
         if not path.is_file():
             raise FileNotFoundError(f"source = {where!r}: there is no such GGUF file")
-        name, where = path.stem, str(path.parent)
+        name, where = name or path.stem, str(path.parent)
         shared["gguf_file"] = kwargs["gguf_file"] = path.name
     tokenizer = AutoTokenizer.from_pretrained(where, **shared)
     model: Any = AutoModelForCausalLM.from_pretrained(where, **kwargs)
-    return CausalLM(model.eval().to(device), tokenizer, name)
+    return CausalLM(model.eval().to(device), tokenizer, name or where)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from smcsample.checks import integer
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class TokenLaw:
     Tokens tied with the k-th largest are all kept, so the law does not depend on the order of the vocabulary.
 
     Raises:
+        TypeError: not numbers.
         ValueError: temperature not a positive number, top_k < 1, top_p outside (0, 1].
     """
 
@@ -28,13 +32,16 @@ class TokenLaw:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
+            if not isinstance(value, Real):
+                raise TypeError(f"{name} = {value!r} is a {type(value).__name__}; give a number")
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ValueError(
                 f"temperature = {self.temperature} is not a positive number; a law needs one (greedy choice, "
                 "temperature 0, has no law to weight by: use a small temperature such as 0.1)"
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k = {self.top_k} is less than 1; use at least 1, or None to keep every token")
+        if self.top_k is not None:
+            integer("top_k", self.top_k, 1, "use at least 1, or None to keep every token")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p} is outside (0, 1]; use 1 to keep every token")
 

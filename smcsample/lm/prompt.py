@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, TypeGuard
 
+import numpy as np
+from torch import Tensor
+
 Chat: TypeAlias = Sequence[Mapping[str, str]]
-Prompt: TypeAlias = str | Chat | Sequence[int]
+Prompt: TypeAlias = str | Chat | Sequence[int] | Tensor | np.ndarray
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
@@ -17,7 +20,9 @@ def is_list(value: object) -> TypeGuard[Sequence[Any]]:
 
 def is_ids(prompt: object) -> TypeGuard[Sequence[int]]:
     """True for a non-empty sequence of integers."""
-    return is_list(prompt) and len(prompt) > 0 and all(isinstance(i, Integral) for i in prompt)
+    return (
+        is_list(prompt) and len(prompt) > 0 and all(isinstance(i, Integral) and not isinstance(i, bool) for i in prompt)
+    )
 
 
 def is_chat(prompt: object) -> TypeGuard[Chat]:
@@ -31,16 +36,22 @@ def is_prompt(prompt: object) -> TypeGuard[Prompt]:
 
 
 def split(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """The prompts, and whether the caller gave one prompt rather than a list of them.
+    """The prompts, and whether the caller gave one prompt rather than a list of them. Tensors and arrays of ids count
+    as lists.
 
     Raises:
         ValueError: an empty list.
         TypeError: anything that is neither a prompt nor a list of prompts.
     """
+    if isinstance(prompt, (Tensor, np.ndarray)):
+        prompt = prompt.tolist()
     if is_prompt(prompt):
         return [prompt], True
     if not is_list(prompt):
-        raise TypeError(f"prompt is a {type(prompt).__name__}; give text, chat messages, token ids, or a list of these")
+        remedy = "give text, chat messages, token ids, or a list of these"
+        if isinstance(prompt, Mapping):
+            remedy = "give its input_ids" if "input_ids" in prompt else "wrap a single chat message in a list"
+        raise TypeError(f"prompt is a {type(prompt).__name__}; {remedy}")
     if len(prompt) == 0:
         raise ValueError("prompt is an empty list; give token ids, or a list with at least one prompt")
     for i, one in enumerate(prompt):

@@ -56,11 +56,13 @@ class LMStream(ABC):
 
     Args:
         name: the model's name, for messages.
+        batch: the rows it follows.
         last_prompt_tokens: `[row]`, the only token of the prompt not yet in the model's state.
     """
 
-    def __init__(self, name: str, last_prompt_tokens: Int[Tensor, " row"]) -> None:
+    def __init__(self, name: str, batch: Batch, last_prompt_tokens: Int[Tensor, " row"]) -> None:
         self.name = name
+        self._batch = batch
         self._waiting = [last_prompt_tokens]
         self._known = 0
         self._logits: dict[int, Tensor] = {}
@@ -130,8 +132,9 @@ class LMStream(ABC):
         top = logits.amax(dim=-1)
         if not bool(torch.isfinite(top).all()):
             row = int((~torch.isfinite(top)).nonzero()[0])
+            where = f"{self._batch.name_row(row)} at position {position}"
             raise FloatingPointError(
-                f"model {self.name} gave logits with maximum {top[row].item()} in row {row} at position {position}; "
-                "every row needs finite ones (NaN often means an overflow in float16: load with dtype=torch.bfloat16)"
+                f"model {self.name} gave logits of maximum {top[row].item()} for {where}; they must be finite "
+                "(NaN often means an overflow in float16: try dtype=torch.bfloat16)"
             )
         return logits

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from smcsample.lm.batch import Batch
+from smcsample.lm.prompt import Prompt, is_chat
 from smcsample.lm.stream import LMStream
-
-if TYPE_CHECKING:
-    from smcsample.lm.prompt import Prompt
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -30,7 +27,8 @@ class TabularLM:
         tokens: one string per id; default "a", "b", … with "<eos>" for the end of sequence.
 
     Raises:
-        ValueError: shapes that do not match, negative numbers, rows that do not sum to one, an eos_id out of range.
+        ValueError: shapes that do not match, negative numbers, rows that do not sum to one, an eos_id out of range,
+            tokens that are too few or not all different.
     """
 
     initial: Float[Tensor, " vocab"]
@@ -58,14 +56,16 @@ class TabularLM:
             if bool((rows < 0).any()) or not torch.allclose(rows.sum(1), torch.ones(len(rows), dtype=rows.dtype)):
                 raise ValueError(f"{label} is not a table of probabilities: give non-negative rows that sum to one")
         eos = () if eos_id is None else (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
+        names = tuple(tokens) if tokens is not None else _names(v, eos)
+        if len(names) != v or len(set(names)) != v:
+            raise ValueError(f"tokens has {len(set(names))} different strings for {v} ids; give one for each id")
         if any(not 0 <= e < v for e in eos):
             raise ValueError(f"eos_id = {eos_id} is outside the vocabulary 0 … {v - 1}")
-        default = ("<eos>" if i in eos else chr(ord("a") + i) if v <= 26 else f"<{i}>" for i in range(v))
         for field, value in {
             "initial": start,
             "transition": table,
             "eos_ids": eos,
-            "tokens": tuple(tokens or default),
+            "tokens": names,
             "name": name,
         }.items():
             object.__setattr__(self, field, value)
@@ -83,13 +83,15 @@ class TabularLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids as given, or text spelt in the model's tokens (longest match first)."""
+        if is_chat(prompt):
+            raise ValueError(f"it is chat messages, but {self.name} has no chat template; give text or token ids")
         if not isinstance(prompt, str):
             return [int(i) for i in prompt]  # pyright: ignore[reportArgumentType]
         ids, rest = [], prompt
         while rest:
             match = max((t for t in self.tokens if t and rest.startswith(t)), key=len, default=None)
             if match is None:
-                raise ValueError(f"prompt = {prompt!r}: no token of {self.name} matches {rest!r}")
+                raise ValueError(f"{prompt!r}: no token of {self.name} matches {rest!r}")
             ids.append(self.tokens.index(match))
             rest = rest[len(match) :]
         return ids
@@ -107,12 +109,18 @@ class TabularLM:
         return f"TabularLM({self.name!r})"
 
 
+def _names(vocab_size: int, eos: tuple[int, ...]) -> tuple[str, ...]:
+    """ "a", "b", … or "<0>", "<1>", …, and "<eos>" (numbered if there are several)."""
+    ends = {e: "<eos>" if len(eos) == 1 else f"<eos {i}>" for i, e in enumerate(eos)}
+    return tuple(ends.get(i, chr(ord("a") + i) if vocab_size <= 26 else f"<{i}>") for i in range(vocab_size))
+
+
 class TabularStream(LMStream):
     """Looks rows up; the extra row V of the table stands for an empty prompt."""
 
     def __init__(self, lm: TabularLM, batch: Batch) -> None:
         last = torch.tensor([prompt[-1] if prompt else lm.vocab_size for prompt in batch.prompts], device=lm.device)
-        super().__init__(lm.name, last.repeat_interleave(batch.n_particles))
+        super().__init__(lm.name, batch, last.repeat_interleave(batch.n_particles))
         self._logits_table = torch.cat([lm.transition, lm.initial[None]]).log()
 
     def _forward(self, tokens: Int[Tensor, "row step"], keep: int) -> Float[Tensor, "row kept vocab"]:

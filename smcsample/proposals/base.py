@@ -43,6 +43,9 @@ class Proposal(ABC):
         """The language models this proposal reads."""
         return ()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def matched_to(self, target: Potential) -> Proposal:
         """This proposal with whatever was left open chosen for `target`, or an error if it can't serve that target."""
         return self

@@ -25,10 +25,12 @@ class Draft(Proposal):
         temperature: default: the one that minimises the variance of the incremental weights among proposals that see
             only the prefix, T/α for `LM(model, T) ** α` (Azizi et al. 2026, Power-SMC).
         top_k, top_p: a cut proposal never reaches part of the target, so it is refused unless the target has a factor
-            `LM(model)` that is cut as much, or `allow_truncation=True`: the samples then are those of the cut target,
-            and log Ẑ is that target's too.
+            `LM(model)` that is cut as much, or `allow_truncation=True`. Then drafted tokens are cut and bonus tokens
+            are not: the samples and log Ẑ are those of a target that depends on the block size. To sample a cut
+            target, cut it: `LM(model, top_p=0.9)`.
 
     Raises:
+        TypeError: not a model.
         ValueError: a temperature, top_k or top_p out of range (see `TokenLaw`).
     """
 
@@ -62,8 +64,9 @@ class Draft(Proposal):
         if matched.law.truncated and not covered and not self.allow_truncation:
             raise ValueError(
                 f"proposal Draft({self.model.name}, top_k={self.top_k}, top_p={self.top_p}) never draws tokens that "
-                f"the target {target!r} allows, so no weight makes up for them; drop the cut, give the target the "
-                "same one (LM(model, temperature, top_k, top_p)), or allow_truncation=True to sample the cut target"
+                f"the target {target!r} allows, so no weight makes up for them; drop the cut, give the target the same "
+                "one (LM(model, temperature, top_k, top_p)), or accept a target that is cut at drafted tokens with "
+                "allow_truncation=True"
             )
         return matched
 

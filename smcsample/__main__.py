@@ -1,0 +1,5 @@
+"""`python -m smcsample`."""
+
+from smcsample.cli import main
+
+main()
