@@ -14,13 +14,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from smcsample.checks import integer
+from smcsample.kernels.ops import cut
 
 
 @dataclass(frozen=True)
 class TokenLaw:
     """softmax(logits / temperature), cut to the `top_k` largest and then to the smallest set of mass ≥ `top_p`.
 
-    Tokens tied with the k-th largest are all kept, so the law does not depend on the order of the vocabulary.
+    Tokens tied with the last one kept are kept too, so the law does not depend on the order of the vocabulary.
 
     Raises:
         TypeError: not numbers.
@@ -61,15 +62,7 @@ class TokenLaw:
         scaled = logits if logits.dtype == torch.float64 else logits.float()
         if self.temperature != 1:
             scaled = scaled / self.temperature
-        if self.top_k is not None and self.top_k < scaled.shape[-1]:
-            kth = scaled.topk(self.top_k, dim=-1).values[..., -1:]
-            scaled = scaled.masked_fill(scaled < kth, -math.inf)
-        if self.top_p < 1:
-            ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-            mass = ordered.double().softmax(dim=-1)
-            beyond = mass.cumsum(dim=-1) - mass >= self.top_p
-            scaled = scaled.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -math.inf)
-        return scaled
+        return cut(scaled, self.top_k, self.top_p)
 
 
 class NextToken:
