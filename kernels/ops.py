@@ -6,7 +6,6 @@ from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
 from smcsample.kernels.philox import Counters, Purpose, philox_4x32, uniform_float32, uniform_float64, words
-from smcsample.kernels.reference import reweighting as reference_reweighting
 from smcsample.kernels.reference.offspring import (
     Counts,
     Status,
@@ -81,13 +80,14 @@ def reweight_and_resample(
         FloatingPointError: a weight is NaN or `+inf`. Triton only reports that (`Status.INVALID`), because looking
             would wait for the device; call `raise_invalid` when it is time to wait.
     """
-    arguments = log_w, increments, valid, threshold, scheme, seed, stream, step, running
-    if use_triton(log_w):
+    in_triton = use_triton(log_w)
+    if in_triton:
         from smcsample.kernels import reweighting
-
-        return reweighting.reweight_and_resample(*arguments)
-    result = reference_reweighting.reweight_and_resample(*arguments)
-    raise_invalid(result)
+    else:
+        from smcsample.kernels.reference import reweighting
+    result = reweighting.reweight_and_resample(log_w, increments, valid, threshold, scheme, seed, stream, step, running)
+    if not in_triton:
+        raise_invalid(result)
     return result
 
 

@@ -106,11 +106,14 @@ class Source:
     ) -> Resampled:
         """Ancestors by the named scheme. Groups not `wanted` may get any."""
         n = log_w.shape[1]
-        return resample(log_w, self._group_uniforms(Purpose.RESAMPLE, step, SCHEMES[scheme].uniforms(n, n)), n, scheme)
+        return resample(log_w, self._group(Purpose.RESAMPLE, step, SCHEMES[scheme].uniforms(n, n)), n, scheme)
 
     def answers(self, draw: int) -> Float[Tensor, " group"]:
         """The uniform that picks the `draw`-th answer of each group from its weighted particles."""
-        return self._group_uniforms(Purpose.ANSWER, draw, 1)[:, 0]
+        return self._group(Purpose.ANSWER, draw, 1)[:, 0]
+
+    def _group(self, purpose: Purpose, position: int, n: int) -> Float[Tensor, "group n"]:
+        return ops.group_uniforms(self._seed, self._stream, torch.full_like(self._seed, position), purpose, n)
 
     def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
         n = self.n_particles
@@ -124,15 +127,4 @@ class Source:
             raise ValueError(f"{call} calls of the source in step {step}; ask for one array of all the numbers instead")
         particle = particle + (call << PARTICLE_BITS)
         words = ops.words(seed, stream, particle, position, purpose, 2 * n)
-        return ops.uniform_float64(words[:, 0::2], words[:, 1::2])
-
-    def _group_uniforms(self, purpose: Purpose, position: int, n: int) -> Float[Tensor, "group n"]:
-        words = ops.words(
-            self._seed,
-            self._stream,
-            torch.zeros_like(self._seed),
-            torch.full_like(self._seed, position),
-            purpose,
-            2 * n,
-        )
         return ops.uniform_float64(words[:, 0::2], words[:, 1::2])

@@ -195,7 +195,7 @@ def cut(
 
     A threshold decides, so tokens tied with the last one kept are kept too, in both cuts: the law does not depend on
     the order of the vocabulary. Masses are float64 here and float32 in Triton, where the last token kept may be another
-    one if the mass before it is within 1e-6 or so of `top_p`.
+    one if the mass above it is within 4e-6 of `top_p`.
     """
     if top_k is not None and top_k < log_weights.shape[-1]:
         kth = log_weights.topk(top_k, dim=-1).values[..., -1:]

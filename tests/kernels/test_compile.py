@@ -127,17 +127,20 @@ def test_launches_have_the_floating_point_rules_that_are_compiled():
     assert {kernel for kernel, keywords in launches() if str(keywords.get("enable_fp_fusion")) != "False"} == set()
 
 
-def test_toys(compile_toys):
-    """Two targets, names or beginnings of names, and what is not asked for is not compiled."""
-    targets = 'sums("sums a", 1024, 4), sums("sums b", 1024, 4), sums("other", 1024, 4)'
-    status, results, _ = compile_toys(targets, targets="sm_90,gfx942", kernels="sums b,oth")
+def test_toys(compile_toys, tmp_path):
+    """Two targets, names or beginnings of names; what is not asked for is not compiled, and options arrive."""
+    toys = 'sums("sums a", 1024, 4), sums("sums b", 4096, 8), sums("other", 4096, 8, divisible=())'
+    status, results, _ = compile_toys(toys, targets="sm_90,gfx942", kernels="sums b,oth")
     assert status == 0
     assert set(results) == {(name, gpu) for name in ("sums b", "other") for gpu in ("sm_90", "gfx942")}
-    row = results["other", "gfx942"]
+    row = results["sums b", "gfx942"]
     assert row["function"] == "log_sum"
     assert 0 < row["registers"] < 128
     assert row["shared"] > 0
     assert row["spilled"] == 0
+    assert results["other", "sm_90"]["registers"] != results["sums b", "sm_90"]["registers"]  # loads one by one
+    compiled = [json.loads(path.read_text()) for path in (tmp_path / "cache/triton").glob("*/log_sum.json")]
+    assert [(c["num_warps"], c["num_stages"], c["enable_fp_fusion"]) for c in compiled] == [(8, 2, False)] * 4
 
 
 def test_faults_are_refused_by_name(compile_toys):
@@ -179,10 +182,19 @@ def test_results_are_cached_until_a_source_changes(compile_toys, tmp_path):
 
 
 def test_an_error_is_not_cached(compile_toys, tmp_path):
-    before = f"import pathlib\nif not pathlib.Path({str(tmp_path / 'repaired')!r}).exists(): raise OSError('disk')\n"
-    assert compile_toys('sums("sums", 1024, 4)', before=before)[0] == 1
+    """It may have been the machine's."""
+    before = f"import os\nextra = {{}} if os.path.exists({str(tmp_path / 'repaired')!r}) else {{'m': 'i32'}}\n"
+    toys = 'sums("sums", 1024, 4), sums("repaired", 1024, 4, {**POINTERS, "n": "i32", **extra})'
+    assert compile_toys(toys, before=before)[0] == 1
     (tmp_path / "repaired").touch()
-    assert compile_toys('sums("sums", 1024, 4)', before=before)[0] == 0
+    assert compile_toys(toys, before=before)[0] == 0
+
+
+def test_results_belong_to_a_version_of_triton(monkeypatch):
+    here = aot.fingerprint([])
+    assert aot.fingerprint([]) == here
+    monkeypatch.setattr("triton.__version__", "0")
+    assert aot.fingerprint([]) != here
 
 
 def test_a_source_that_changes_meanwhile(compile_toys, tmp_path):

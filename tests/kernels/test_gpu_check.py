@@ -114,6 +114,12 @@ def made_up_gpu(gpu_check, monkeypatch) -> None:
     monkeypatch.setattr(gpu_check, "SIZES", small(gpu_check))
 
 
+def table_widths(text: str) -> set[int]:
+    """How many columns the lines of the last Markdown table have."""
+    table = text[text.index("| kernel | shape |") :].partition("\n\n")[0]
+    return {line.count("|") - 1 for line in table.splitlines()}
+
+
 @pytest.mark.usefixtures("made_up_gpu")
 def test_report(gpu_check, monkeypatch, tmp_path, capsys):
     runs = [gpu_check.FileRun("test_x.py", 0, 1.5, "....\n=== 4 passed in 1.0s ===\n")]
@@ -128,8 +134,7 @@ def test_report(gpu_check, monkeypatch, tmp_path, capsys):
     assert row["kernel_us"] == row["chain_us"] == 500
     assert row["error"] == ""
     text = (tmp_path / "gpu_check_nvidia_toy_1_2.md").read_text(encoding="utf-8")
-    table = [line for line in text.splitlines() if line.startswith("|") and "test" not in line]
-    assert {line.count("|") for line in table[1:]} == {len(gpu_check.COLUMNS) + 1}
+    assert table_widths(text) == {len(gpu_check.COLUMNS)}
     assert "| test_x.py | 0 | 1.5 | 4 passed in 1.0s |" in text
     assert "Failures" not in text
     assert f"{len(cases)} of {len(cases)} cases timed" in capsys.readouterr().out
@@ -152,6 +157,7 @@ def test_failures_are_loud_and_the_table_is_written(gpu_check, monkeypatch, tmp_
     assert "FAILED draw_tokens R=2 V=70 plain: RuntimeError" in printed
     text = (tmp_path / "gpu_check_nvidia_toy_1_2.md").read_text(encoding="utf-8")
     assert "assert 1 == 2" in text
+    assert table_widths(text) == {len(gpu_check.COLUMNS)}
     assert "- draw_tokens R=2 V=70 plain: RuntimeError: out of resource" in text
     rows = json.loads((tmp_path / "gpu_check_nvidia_toy_1_2.json").read_text(encoding="utf-8"))["timings"]
     assert [row["kernel_us"] for row in rows] == [None, 500]

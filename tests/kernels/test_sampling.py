@@ -169,11 +169,19 @@ def test_any_shape(rows: int, vocab: int) -> None:
 def test_a_row_may_be_split_in_any_way(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One program walks over many tiles, or many over one; the last may have fewer."""
     monkeypatch.setattr(kernels, "MAX_SPLITS", splits)
-    logits = 4 * torch.randn(2, 5 * 1024 - 300, generator=torch.Generator().manual_seed(3))
+    logits = torch.randn(2, 5 * 1024 - 300, generator=torch.Generator().manual_seed(3))
     law = law_arguments(*logits.shape)
     assert_same_draws(logits, places(2), **law)
     for actual, expected in zip(*scored_by_both(logits, torch.tensor([7, 4000]), None, 2.0), strict=True):
         assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 700, 5000])
+@pytest.mark.parametrize("vocab", [1, 1024, 1025, 49_151, 66_000, 262_144])
+def test_every_tile_has_its_program(rows: int, vocab: int) -> None:
+    launch = kernels.launch_config(torch.empty(rows, vocab, device="meta"))
+    assert launch.splits <= kernels.MAX_SPLITS <= kernels.SPLITS.value
+    assert (launch.splits - 1) * launch.tiles < -(-vocab // kernels.BLOCK.value) <= launch.splits * launch.tiles
 
 
 def test_rows_that_share_memory_and_transposed_ones() -> None:
@@ -199,13 +207,17 @@ def test_near_ties() -> None:
 
 
 def test_large_logits_do_not_round_the_gumbels_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 1e7 a float32 is an integer; the race between equal ones must not see that, neither in a lane nor after."""
+    """At 1e7 a float32 is an integer. The race between equal ones must not see that: neither between lanes (the first
+    rows) nor in the only lane that has tokens (the others)."""
     monkeypatch.setattr(kernels, "MAX_SPLITS", 1)
-    small, large = torch.zeros(4, 5000), torch.full((4, 5000), 1e7)
+    small = torch.zeros(10, 5000)
+    small[4:, torch.arange(5000) % kernels.BLOCK.value != 3] = -INF
+    best = (small + exact_gumbels(places(10), 5000)).argmax(dim=1)
     for runner in RUNNERS:
         with ops.runner(runner):
-            drawn = [ops.draw_tokens(on_device(x), on_device(places(4)), Purpose.BONUS) for x in (small, large)]
-        assert torch.equal(drawn[0].tokens, drawn[1].tokens)
+            drawn = [ops.draw_tokens(on_device(x), on_device(places(10)), Purpose.BONUS) for x in (small, small + 1e7)]
+        assert torch.equal(drawn[0].tokens.cpu(), best)
+        assert torch.equal(drawn[1].tokens.cpu(), best)
         assert torch.equal(drawn[0].log_q, drawn[1].log_q)
 
 
