@@ -46,15 +46,13 @@ class Gpu(NamedTuple):
     shared: int
 
 
-# Shared memory per block: table 30 ("Technical Specifications per Compute Capability") of the CUDA C++ Programming
-# Guide; LDS per workgroup: AMD's hardware specification tables for Instinct and Radeon.
+# Shared memory of a thread block: CUDA Programming Guide, "Compute Capabilities". LDS: ROCm, "AMD GPU specifications".
 GPUS = {
     "sm_80": Gpu("cuda", 80, 32, 163 << 10),
     "sm_86": Gpu("cuda", 86, 32, 99 << 10),
     "sm_89": Gpu("cuda", 89, 32, 99 << 10),
     "sm_90": Gpu("cuda", 90, 32, 227 << 10),
     "sm_100": Gpu("cuda", 100, 32, 227 << 10),
-    "sm_120": Gpu("cuda", 120, 32, 99 << 10),
     "gfx942": Gpu("hip", "gfx942", 64, 64 << 10),
     "gfx950": Gpu("hip", "gfx950", 64, 160 << 10),
 }
@@ -67,7 +65,7 @@ class Compiled(NamedTuple):
     function: str
     gpu: str
     registers: int = 0  # 32-bit vector registers per thread
-    spilled: int = 0  # bytes of local memory per thread
+    spilled: int = 0  # bytes of local memory per thread; ptxas rounds its stack frame up to 8
     shared: int = 0  # bytes of shared memory per program
     seconds: float = 0.0
     error: str = ""
@@ -119,9 +117,8 @@ def compile_one(target: CompileTarget, gpu: str) -> Compiled:
     from triton.compiler import ASTSource
 
     names = target.kernel.arg_names
-    if sorted([*target.signature, *target.constexprs]) != sorted(names) or not set(target.divisible) <= {
-        *target.signature
-    }:
+    given = [*target.signature, *target.constexprs]
+    if sorted(given) != sorted(names) or not set(target.divisible) <= set(target.signature):
         raise ValueError(
             f"signature, constexprs and divisible of {target.name} do not fit the kernel's arguments {names}: "
             f"{sorted(target.signature)}, {sorted(target.constexprs)}, {sorted(target.divisible)}"

@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
 
 
 @overload
-def sample(  # pyright: ignore[reportOverlappingOverload]  a str is a Sequence[str] too, but never a list of prompts
+def sample(
     prompt: Prompt, target: Potential | Model, proposal: Proposal | Model | None = None, **options: Unpack[Options]
 ) -> TextPosterior: ...
 @overload
@@ -47,7 +47,7 @@ def sample(
     proposal: Proposal | Model | None = None,
     **options: Unpack[Options],
 ) -> list[TextPosterior]: ...
-def sample(  # pyright: ignore[reportInconsistentOverload]  the options are spelt out here only
+def sample(
     prompt: Prompt | Sequence[Prompt],
     target: Potential | Model,
     proposal: Proposal | Model | None = None,
