@@ -20,7 +20,7 @@ from smcsample.kernels.reference.offspring import (
     tally,
 )
 from smcsample.kernels.reference.reweighting import Reweighted, group_uniforms, raise_invalid
-from smcsample.kernels.reference.sampling import Drawn, Scored, cut, gumbel_max
+from smcsample.kernels.reference.sampling import Drawn, Scored, cut, gumbel_max, log_sum_exp
 from smcsample.kernels.runner import runner, use_triton
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "gather_tables",
     "group_uniforms",
     "gumbel_max",
+    "log_sum_exp",
     "multinomial_counts",
     "paged_attention",
     "philox_4x32",

@@ -226,14 +226,14 @@ def _reweight_and_resample(
 
 class LaunchConfig(NamedTuple):
     """Lanes of a program (a power of two ≥ N), how many particles all are compared with at a time, and warps. 2048 or
-    4096 pairs at a time are 16 int64 per thread; with twice as many, sm_100 spilled."""
+    4096 pairs at a time are 8 or 16 int64 per thread; with more, sm_100 spilled, and sm_80 under Triton 3.6."""
 
     pad: int
     chunk: int
     num_warps: int
 
 
-CONFIGS = (LaunchConfig(64, 32, 4), LaunchConfig(256, 8, 4), LaunchConfig(MAX_PARTICLES, 4, 8))
+CONFIGS = (LaunchConfig(64, 32, 4), LaunchConfig(256, 8, 4), LaunchConfig(MAX_PARTICLES, 4, 16))
 
 
 def launch_config(n: int) -> LaunchConfig:

@@ -31,7 +31,7 @@ MAX_SPLITS = 64
 PROGRAMS = 1024
 """Rows are split until there are about so many programs: several for each multiprocessor of any GPU."""
 WARPS, STAGES = 8, 1
-OPTIONS = {"num_warps": WARPS, "num_stages": STAGES}
+OPTIONS = {"num_warps": WARPS, "num_stages": STAGES, "enable_fp_fusion": False}
 
 BLOCK = tl.constexpr(1024)  # tokens per tile
 BLOCKS = tl.constexpr(BLOCK.value // 4)  # of random numbers, per tile

@@ -20,7 +20,7 @@ from torch import Tensor
 from smcsample.kernels.compile_target import CompileTarget
 
 WARPS, STAGES = 16, 1
-OPTIONS = {"num_warps": WARPS, "num_stages": STAGES}
+OPTIONS = {"num_warps": WARPS, "num_stages": STAGES, "enable_fp_fusion": False}
 DIGITS = {torch.float32: 8, torch.float16: 5, torch.bfloat16: 4}
 """Hexadecimal digits, from the top, that tell apart the numbers of a type once they are float32."""
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from smcsample.kernels.ops import Purpose
+from smcsample.kernels.ops import Purpose, log_sum_exp
 from smcsample.lm.batch import Batch, Block, masked
 from smcsample.potentials import Potential, Scorer
 from smcsample.proposals import Drafter, Proposal
@@ -167,7 +167,7 @@ class SequenceModel:
         start = rows.ids.shape[1]
         tables = {i: self._table(rows, i) for i in looking}
         logits = reduce(torch.add, tables.values())
-        normaliser = logits.double().logsumexp(dim=1).masked_fill(rows.batch.ended, 0.0)
+        normaliser = log_sum_exp(logits.double()).masked_fill(rows.batch.ended, 0.0)
         names = " * ".join(repr(self.target.factors[i]) for i in looking)
         self._refuse_weights(normaliser, f"potential {names}", rows, start)
         possible = normaliser > -math.inf

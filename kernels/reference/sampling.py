@@ -188,6 +188,14 @@ def gumbel_max(log_weights: Float[Tensor, "row vocab"], words: Int[Tensor, "row 
     return (log_weights - top.masked_fill(top == -math.inf, 0.0) + gumbel(words)).argmax(dim=-1)
 
 
+def log_sum_exp(log_weights: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
+    """log Σ exp over each row; −inf for a row of −inf, NaN if it has one. Several times faster on a CPU than
+    `torch.logsumexp`, whose exp underflows for most of a vocabulary (see `_sum_exp`)."""
+    top = log_weights.amax(dim=-1, keepdim=True)
+    shifted = log_weights - top.masked_fill(top == -math.inf, 0.0)
+    return (top[:, 0] + _sum_exp(shifted).log_()).masked_fill(top[:, 0] == -math.inf, -math.inf)
+
+
 def cut(
     log_weights: Float[Tensor, "row vocab"], top_k: int | None = None, top_p: float = 1.0
 ) -> Float[Tensor, "row vocab"]:

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from smcsample.checks import integer
-from smcsample.kernels.ops import cut
+from smcsample.kernels.ops import cut, log_sum_exp
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class NextToken:
     @property
     def normaliser(self) -> Float[Tensor, "row 1"]:
         if self._normaliser is None:
-            self._normaliser = self.weights.logsumexp(dim=-1, keepdim=True)
+            self._normaliser = log_sum_exp(self.weights)[:, None]
         return self._normaliser
 
     def log_prob(self, tokens: Int[Tensor, " row"]) -> Float[Tensor, " row"]:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kernel_device import DEVICE
+from random123 import RANDOM123
 from smcsample.kernels import philox
 from smcsample.kernels.ops import Counters, Purpose, words
-from test_philox import RANDOM123
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

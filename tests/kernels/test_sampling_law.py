@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
-from scipy import stats
 
 from kernel_device import DEVICE, ON_GPU
 from smcsample.kernels import ops
 from smcsample.kernels.ops import Counters, Purpose
 from smcsample.kernels.philox import exponential
 from smcsample.kernels.reference import sampling as reference
+
+stats = pytest.importorskip("scipy.stats")  # a machine with a GPU may have nothing but what the kernels need
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -66,3 +67,17 @@ def test_how_rare_a_token_can_be(log2_p: int) -> None:
     wins = (-exponential(word).double() / p).exp().sum().item() * 2.0**-32
     z = 2.0**-33 / p
     assert wins == pytest.approx(p * z / math.sinh(z), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_log_sum_exp_is_that_of_torch(dtype: torch.dtype) -> None:
+    """On ordinary, wide, tied, −inf-padded and one-hot rows; a dead row gives −inf, a NaN stays one."""
+    torch.manual_seed(0)
+    rows = torch.randn(6, 1000, dtype=dtype) * torch.tensor([1.0, 30.0, 1e4, 1e-4, 0.0, 5.0], dtype=dtype)[:, None]
+    rows[5, 10:] = -torch.inf
+    rows = torch.cat([rows, torch.full((1, 1000), -torch.inf, dtype=dtype)])
+    rows[0, 3] = -torch.inf
+    expected = rows.double().logsumexp(dim=1)
+    assert torch.allclose(ops.log_sum_exp(rows).double(), expected, rtol=1e-6 if dtype == torch.float32 else 1e-14)
+    rows[1, 7] = torch.nan
+    assert ops.log_sum_exp(rows)[1].isnan()
