@@ -33,7 +33,7 @@ def endless(lm: smc.CausalLM) -> smc.CausalLM:
     tokenizer = copy.deepcopy(lm.tokenizer)
     tokenizer.eos_token = None
     lm.model.generation_config.eos_token_id = None
-    return smc.load_model((lm.model, tokenizer))
+    return smc.load_model((lm.model, tokenizer), name=lm.name)
 
 
 class ForwardClock:
@@ -119,7 +119,8 @@ def main(
             f"{ratio:.2f}×",
             f"{median(outside[name]):.1%}",
         )
-    Console().print(table)
+    console = Console()
+    Console(width=console.width if console.is_terminal else 120).print(table)
 
 
 if __name__ == "__main__":

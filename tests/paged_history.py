@@ -47,7 +47,7 @@ class History:
         self.filled = 0  # slots of the last page, the same for all rows
 
     def prompt(self, length: int) -> None:
-        """Written once, named by every row. Decoding starts on a fresh page, as DESIGN §7 has it."""
+        """Written once, named by every row. Decoding starts on a fresh page."""
         pages = [self.free.pop() for _ in range(-(-length // self.page_size))]
         keys, values = self._new(1, length)
         slots = [pages[i // self.page_size] * self.page_size + i % self.page_size for i in range(length)]

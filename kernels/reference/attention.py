@@ -3,7 +3,7 @@
 K and V lie in pools `[pages, page_size, kv_heads, head_dim]`. A slot of a page holds one token's key and value, and
 `slot_positions` says which position of the text that is (−1: none). A block table names the pages of a row in any
 order; −1 names none. The positions alone decide who sees what, so they carry causality, ragged lengths, the masked
-slots of a prompt's last page and sliding windows, and a page may be named by many rows (DESIGN §7).
+slots of a prompt's last page and sliding windows, and a page may be named by many rows.
 """
 
 from __future__ import annotations
