@@ -173,9 +173,10 @@ class SequenceModel:
         possible = normaliser > -math.inf
         tokens = rows.batch.source.tokens(logits, start, Purpose.BONUS, ~rows.batch.ended & possible)
         block = rows.batch.block(tokens[:, None], start)
+        block = block._replace(valid=block.valid & possible[:, None])  # where no token is possible, none was drawn
         normalised = len(looking) == 1 and rows.scorers[looking[0]].normalised
         increment = torch.zeros_like(normaliser) if normalised else normaliser
-        told = block.valid[:, 0] & possible
+        told = block.valid[:, 0]
         for i in range(len(rows.scorers)):
             score = self._score(rows, i, block)[:, 0]
             if i in tables:

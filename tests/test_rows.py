@@ -244,6 +244,35 @@ def test_purposes_have_numbers_of_their_own() -> None:
     assert [int(pick[0].bincount(minlength=4).argmax()) for pick in picks] != copied
 
 
+class Wall(Potential):
+    """Allows two tokens and then nothing, and says so in its table."""
+
+    def start(self, batch: Batch) -> Scorer:
+        return WallScorer(batch)
+
+
+class WallScorer(Scorer):
+    def __init__(self, batch: Batch) -> None:
+        self.rows, self.seen = batch.n_rows, 0
+
+    def score(self, block: Block) -> Tensor:
+        self.seen = block.stop
+        return torch.where(torch.arange(block.start, block.stop) < 2, 0.0, -math.inf).expand(block.ids.shape)
+
+    def next_logits(self) -> Tensor:
+        return torch.full((self.rows, 3), 0.0 if self.seen < 2 else -math.inf)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_where_no_token_is_possible_none_is_drawn(k: int) -> None:
+    endless = smc.TabularLM([0.5, 0.5, 0.0], [[0.5, 0.5, 0.0]] * 3, EOS, name="endless")
+    posterior = smc.sample([0], LM(endless) * Wall(), n_particles=5, block_size=k, max_new_tokens=9)
+    assert posterior.status is smc.Status.DEAD
+    assert posterior.log_evidence == -math.inf
+    assert [len(ids) for ids in posterior.token_ids] == [2] * 5
+    assert posterior.finish_reasons == ["lost"] * 5
+
+
 class Wrong(Potential):
     """Gives something of a wrong shape."""
 
