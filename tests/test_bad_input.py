@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
 import torch
 
 import smcsample as smc
+from smcsample.lm.batch import Batch
+from smcsample.lm.stream import LMStream
 from smcsample.potentials import LM
 from smcsample.proposals import Draft
 from tabular_models import draft_lm, target_lm
@@ -133,6 +136,29 @@ def test_agreement_refuses_what_it_cannot_measure() -> None:
     assert smc.agreement(never, never, [0], [[0, 0, 2]]).chi2 == pytest.approx(0, abs=1e-12)
 
 
+def test_cost_ratio_is_draft_over_target() -> None:
+    """A draft that works for 20 ms a step costs many times a table look-up."""
+
+    class Slow(smc.TabularLM):
+        def stream(self, batch: Batch) -> LMStream:
+            stream = super().stream(batch)
+            forward = stream._forward
+
+            def work(tokens: torch.Tensor, keep: int) -> torch.Tensor:
+                until = time.process_time() + 0.02
+                while time.process_time() < until:
+                    pass
+                return forward(tokens, keep)
+
+            stream._forward = work
+            return stream
+
+    p = target_lm()
+    slow = Slow(p.initial, p.transition, p.eos_ids, name="slow")
+    assert smc.agreement(p, slow, [0], [[0, 1]]).cost_ratio > 3
+    assert smc.agreement(slow, p, [0], [[0, 1]]).cost_ratio < 1 / 3
+
+
 def test_vocabularies_must_agree(lm: smc.CausalLM) -> None:
     with pytest.raises(
         ValueError, match=r"LlamaForCausalLM \(64 tokens\) and tabular \(3 tokens\).*different vocabularies"
@@ -164,6 +190,8 @@ def test_wrong_types_without_the_type_checker_of_the_tests() -> None:
     """As users meet them: in a process without beartype's hook."""
     program = """
 import smcsample as smc
+from smcsample.lm.batch import Batch
+from smcsample.lm.stream import LMStream
 from smcsample.potentials import LM
 from smcsample.proposals import Draft
 lm = smc.TabularLM([0.5, 0.5], [[0.5, 0.5]] * 2)
