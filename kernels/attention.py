@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from smcsample.kernels.compile_target import CompileTarget
-from smcsample.kernels.reference.attention import HEAD_DIMS, check
+from smcsample.kernels.ops import HEAD_DIMS
+from smcsample.kernels.reference.attention import check
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NO_WINDOW = 2**31 - 1
@@ -211,6 +212,8 @@ def paged_attention(
     """See `smcsample.kernels.reference.attention.paged_attention`."""
     check(q, k_pool, v_pool, slot_positions, tables, query_positions, window, softcap)
     rows, queries, heads, dim = q.shape
+    if dim not in HEAD_DIMS:
+        raise ValueError(f"q has head dimension {dim}, not one of {HEAD_DIMS}; pad q and the pools with zeros")
     kv_heads, page_size = k_pool.shape[2], k_pool.shape[1]
     slots = tables.shape[1] * page_size
     if q.numel() == 0 or slots == 0:

@@ -20,10 +20,14 @@ from smcsample.kernels.reference.offspring import (
     tally,
 )
 from smcsample.kernels.reference.reweighting import Reweighted, group_uniforms, raise_invalid
-from smcsample.kernels.reference.sampling import Drawn, Scored, cut, gumbel_max, log_sum_exp
+from smcsample.kernels.reference.sampling import NO_TOKEN, Drawn, Scored, cut, gumbel_max, log_sum_exp
 from smcsample.kernels.runner import runner, use_triton
 
+HEAD_DIMS = (64, 80, 96, 128, 256)
+"""The head dimensions that paged attention has in Triton; the reference takes any."""
+
 __all__ = [
+    "HEAD_DIMS",
     "Counters",
     "Counts",
     "Drawn",
@@ -34,6 +38,7 @@ __all__ = [
     "ancestors_of",
     "copy_pages",
     "cut",
+    "draw_gumbel_max",
     "draw_tokens",
     "fixed_point",
     "gather_tables",
@@ -55,6 +60,7 @@ __all__ = [
     "tally",
     "uniform_float32",
     "uniform_float64",
+    "use_triton",
     "words",
     "write_kv",
 ]
@@ -110,6 +116,23 @@ def draw_tokens(
     else:
         from smcsample.kernels.reference import sampling
     return sampling.draw_tokens(logits, counters, purpose, temperature, mask, top_k, top_p)
+
+
+def draw_gumbel_max(
+    log_weights: Float[Tensor, "row vocab"], counters: Counters, purpose: Purpose
+) -> Int[Tensor, " row"]:
+    """One token per row with probability ∝ exp(log_weights): the tokens of `draw_tokens`, and nothing else of it.
+
+    A row with no token of positive weight gives some token all the same; look at its normaliser first.
+    """
+    if use_triton(log_weights):
+        from smcsample.kernels import sampling
+
+        tokens = sampling.draw_tokens(log_weights, counters, purpose).tokens
+        return tokens.masked_fill(tokens == NO_TOKEN, 0)
+    from smcsample.kernels.reference import sampling
+
+    return sampling.draw_gumbel_max(log_weights, counters, purpose)
 
 
 def score_tokens(

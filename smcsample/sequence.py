@@ -83,7 +83,7 @@ class SequenceModel:
 
     def initial(self, source: Source) -> Rows:
         eos = torch.tensor(self.eos_ids, dtype=torch.long, device=source.device)
-        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens)
+        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens, page_size=self.block_size + 1)
         none = torch.zeros(batch.n_rows, 0, dtype=torch.float64, device=source.device)
         scorers = [factor.start(batch) for factor in self.target.factors]
         if self.block_size == 0 and not any(scorer.looks_ahead for scorer in scorers):

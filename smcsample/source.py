@@ -98,8 +98,8 @@ class Source:
         """One token per row (row g·N + n), drawn with probability ∝ exp(log_weights). Rows not `wanted` (ended ones)
         may get any token."""
         seed, stream, particle = self._rows()
-        words = ops.words(seed, stream, particle, torch.full_like(seed, position), purpose, log_weights.shape[1])
-        return ops.gumbel_max(log_weights, words)
+        counters = ops.Counters(seed, stream, particle, torch.full_like(seed, position))
+        return ops.draw_gumbel_max(log_weights, counters, purpose)
 
     def resample(
         self, log_w: Float[Tensor, "group particle"], scheme: str, step: int, wanted: Bool[Tensor, " group"]

@@ -10,7 +10,8 @@ from scipy import stats
 from torch import Tensor
 
 import smcsample as smc
-from smcsample.kernels.ops import Purpose, gumbel_max, words
+from smcsample.kernels.ops import Counters, Purpose, draw_gumbel_max, gumbel_max, words
+from smcsample.kernels.philox import GUMBEL_SPREAD, gumbel
 from smcsample.lm.law import NextToken, TokenLaw
 
 FALSE_ALARM = 1e-8
@@ -144,3 +145,23 @@ def test_greedy_proposal(law: dict[str, float]) -> None:
 def test_cuts_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         TokenLaw(**options)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_leaving_out_what_cannot_win_changes_no_token(scale: float, dtype: torch.dtype) -> None:
+    """Few tokens near the top, many, ties, −inf, a row of nothing: the tokens of the whole race."""
+    rows, width = 300, 203
+    generator = torch.Generator().manual_seed(3)
+    log_weights = (scale * torch.randn(rows, width, generator=generator, dtype=dtype)).round(decimals=1)
+    log_weights[torch.rand(rows, width, generator=generator) < 0.2] = -math.inf
+    log_weights[7] = -math.inf
+    row = torch.arange(rows)
+    counters = Counters(row * 2**40 - 5, row % 7, row, row % 11)
+    bits = words(*counters, Purpose.BONUS, width)
+    assert torch.equal(draw_gumbel_max(log_weights, counters, Purpose.BONUS), gumbel_max(log_weights, bits))
+
+
+def test_the_gumbels_that_can_occur_are_no_further_apart_than_said() -> None:
+    extreme = gumbel(torch.tensor([0, (1 << 32) - 1]))
+    assert GUMBEL_SPREAD - 0.1 < extreme[0] - extreme[1] < GUMBEL_SPREAD

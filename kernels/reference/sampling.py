@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from smcsample.kernels.philox import Counters, Purpose, gumbel, gumbels
+from smcsample.kernels.philox import GUMBEL_SPREAD, Counters, Purpose, gumbel, gumbels, words, words_at
 
 CHUNK = 1 << 18
 """Logits worked on at a time: what is made of them stays in a CPU's cache."""
@@ -177,15 +177,34 @@ def _score(
     return Scored(log_p, log_power.masked_fill(nothing, -math.inf).masked_fill(alpha == 1, 0.0))
 
 
-def gumbel_max(log_weights: Float[Tensor, "row vocab"], words: Int[Tensor, "row vocab"]) -> Int[Tensor, " row"]:
-    """One token per row with probability ∝ exp(log_weights), by Gumbel-max (`words`: 32 random bits per token).
+def gumbel_max(log_weights: Float[Tensor, "row vocab"], bits: Int[Tensor, "row vocab"]) -> Int[Tensor, " row"]:
+    """One token per row with probability ∝ exp(log_weights), by Gumbel-max (`bits`: a random 32-bit word per token).
 
     argmax_v (ℓ_v − max ℓ + G_v) with G_v standard Gumbel; without the maximum, large ℓ_v would round G_v away. A token
     of weight −inf is never drawn; a row with no token of positive weight gives token 0, so the caller must look at its
     normaliser first.
     """
     top = log_weights.amax(dim=-1, keepdim=True)
-    return (log_weights - top.masked_fill(top == -math.inf, 0.0) + gumbel(words)).argmax(dim=-1)
+    return (log_weights - top.masked_fill(top == -math.inf, 0.0) + gumbel(bits)).argmax(dim=-1)
+
+
+def draw_gumbel_max(
+    log_weights: Float[Tensor, "row vocab"], counters: Counters, purpose: Purpose
+) -> Int[Tensor, " row"]:
+    """`gumbel_max` with the words of these counters, of which only those are computed that can matter.
+
+    A token more than `GUMBEL_SPREAD` below the top one loses to it whatever both draw. In a sharp law, such as that of
+    a power target, this leaves few.
+    """
+    near = log_weights >= log_weights.amax(dim=-1, keepdim=True) - GUMBEL_SPREAD
+    if 8 * int(near.sum()) > near.numel():
+        seed, stream, particle, position = counters
+        return gumbel_max(log_weights, words(seed, stream, particle, position, purpose, log_weights.shape[1]))
+    row, token = near.nonzero().unbind(1)
+    noise = torch.full_like(log_weights, -math.inf, dtype=torch.float32)
+    noise[row, token] = gumbel(words_at(counters, purpose, row, token))
+    top = log_weights.amax(dim=-1, keepdim=True)
+    return (log_weights - top.masked_fill(top == -math.inf, 0.0) + noise).argmax(dim=-1)
 
 
 def log_sum_exp(log_weights: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:

@@ -38,7 +38,8 @@ class Block(NamedTuple):
 class Batch:
     """The rows a run follows. Row g·N + n is particle n of group g.
 
-    `ended`: rows that take no more tokens. `groups`: which groups of the run these are.
+    `ended`: rows that take no more tokens. `groups`: which groups of the run these are. `page_size`: tokens per page of
+    a model's keys and values, best the number of tokens of a round.
 
     Groups that finish leave: rows shrink at a `select` with fewer ancestors than rows. So a scorer or drafter keeps
     whatever it knows about a row in tensors with one entry per row, and gathers them in its `select`.
@@ -48,6 +49,7 @@ class Batch:
     source: Source
     eos_ids: Int[Tensor, " eos"]
     max_new_tokens: int
+    page_size: int = 8
     ended: Bool[Tensor, " row"] = field(init=False)
     groups: Int[Tensor, " group"] = field(init=False)
     _streams: dict[Model, LMStream] = field(init=False, default_factory=dict)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smcsample.lm.cached import CachedStream
+from smcsample.lm.decoder import Decoder
+from smcsample.lm.packed import pack_linears, packable
+from smcsample.lm.paged import PagedStream
 from smcsample.lm.prompt import Prompt, is_chat
 
 if TYPE_CHECKING:
     from smcsample.lm.batch import Batch
-
-PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Layers that keep keys and values and nothing else."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +28,8 @@ class CausalLM:
     softmax, so models of one tokenizer agree on the vocabulary whatever their padding.
 
     Raises:
-        ValueError: an encoder–decoder, a model with a recurrent state or other layers than full and sliding attention,
-            or one that takes no position ids: their rows could not be followed.
+        ValueError: a model whose rows can't be followed, and why: an encoder–decoder, a recurrent state, attention of
+            its own making (see `smcsample.lm.decoder.Decoder`).
     """
 
     model: Any
@@ -39,22 +37,13 @@ class CausalLM:
     name: str
     vocab_size: int = field(init=False)
     context_length: int | None = field(init=False)
+    decoder: Decoder = field(init=False, repr=False)
     eos_ids: tuple[int, ...] = field(init=False)
     """Every id that ends a text: the generation config's and the tokenizer's."""
 
     def __post_init__(self) -> None:
-        config, kind = self.model.config, type(self.model).__name__
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(f"model {self.name} ({kind}) is an encoder–decoder; smcsample needs a decoder-only model")
-        strange = set(getattr(config.get_text_config(), "layer_types", None) or ()) - PLAIN_LAYERS
-        if getattr(self.model, "_is_stateful", False) or strange:
-            layers = f" (layers: {', '.join(sorted(strange))})" if strange else ""
-            raise ValueError(
-                f"model {self.name} ({kind}) keeps more than keys and values{layers}; that can't follow rows yet"
-            )
-        if "position_ids" not in inspect.signature(self.model.forward).parameters:
-            raise ValueError(f"model {self.name} ({kind}) takes no position_ids, so unequal prompts can't be padded")
-        text = config.get_text_config()
+        object.__setattr__(self, "decoder", Decoder(self.model, self.name))
+        text = self.model.config.get_text_config()
         eos: set[int] = set()
         for given in (getattr(self.model.generation_config, "eos_token_id", None), self.tokenizer.eos_token_id):
             eos.update([given] if isinstance(given, int) else given or [])
@@ -96,8 +85,13 @@ class CausalLM:
         if len(ids) == 0:
             raise ValueError(f"it is empty; {self.name} needs at least one token to continue from (its BOS, say)")
 
-    def stream(self, batch: Batch) -> CachedStream:
-        return CachedStream(self.model, self.name, self.vocab_size, batch)
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory that the keys and values of one token take."""
+        return self.decoder.bytes_per_token
+
+    def stream(self, batch: Batch) -> PagedStream:
+        return PagedStream(self.decoder, self.name, self.vocab_size, batch)
 
     def __repr__(self) -> str:
         return f"CausalLM({self.name!r})"
@@ -109,6 +103,7 @@ def load_model(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     name: str | None = None,
+    pack: bool | None = None,
     **kwargs: Any,
 ) -> CausalLM:
     """Load a causal language model.
@@ -119,18 +114,23 @@ def load_model(
         device: default: CUDA if there is one, else the CPU.
         dtype: default: the checkpoint's on a GPU, float32 on a CPU.
         name: what messages call the model; default: the source's own name.
+        pack: put the weights of linear layers into the layout that a CPU multiplies fastest (see
+            `smcsample.lm.packed`): for inference only, and such a model can't be saved. Default: on a CPU, for a model
+            that is loaded here; one that is given already loaded is left as it is.
         kwargs: passed to `AutoModelForCausalLM.from_pretrained` (`revision=`, `token=`, …).
 
     Raises:
         TypeError: a source of another kind.
         FileNotFoundError: a path that does not exist.
         ImportError: a GGUF file without the packages that read it.
-        ValueError: a model whose rows can't be followed (see `CausalLM`), a CUDA device that is not there.
+        ValueError: a model whose rows can't be followed (see `CausalLM`), a CUDA device that is not there,
+            `pack=True` where it does not help.
     """
     if isinstance(source, CausalLM):
         return source
     if isinstance(source, (tuple, list)) and len(source) == 2 and hasattr(source[0], "forward"):
         model, tokenizer = source
+        _pack(model, bool(pack))
         return CausalLM(model.eval(), tokenizer, name or model.config.name_or_path or type(model).__name__)
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
@@ -155,4 +155,16 @@ def load_model(
         shared["gguf_file"] = kwargs["gguf_file"] = path.name
     tokenizer = AutoTokenizer.from_pretrained(where, **shared)
     model: Any = AutoModelForCausalLM.from_pretrained(where, **kwargs)
-    return CausalLM(model.eval().to(device), tokenizer, name or where)
+    model = model.eval().to(device)
+    _pack(model, packable(model) if pack is None else pack)
+    return CausalLM(model, tokenizer, name or where)
+
+
+def _pack(model: Any, wanted: bool) -> None:
+    if wanted and not packable(model):
+        raise ValueError(
+            f"pack = True, but it does not help {model.dtype} on {model.device} here (it needs a CPU, and for bfloat16 "
+            "one that multiplies it); leave it out"
+        )
+    if wanted:
+        pack_linears(model)

@@ -7,7 +7,6 @@ Only weights are rounded; activations keep 8 significant bits or more. (Rounding
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from jaxtyping import Float, Int8, UInt8
 from torch import Tensor, nn
 
 from smcsample.lm.causal_lm import CausalLM
+from smcsample.lm.packed import PackedLinear, dense_weight
 
 _GROUP = 32
 """Inputs that share an int4 scale. Rows are padded with zeros to a multiple of it: torch's kernels read past the end of
@@ -34,7 +34,8 @@ def quantized(model: CausalLM, bits: int = 8) -> CausalLM:
 
 
 def quantize_linears(module: nn.Module, bits: int = 8) -> nn.Module:
-    """A copy of `module` with every `nn.Linear` and transformers `Conv1D`, the output head too, in `bits`-bit integers.
+    """A copy of `module` with every `nn.Linear`, packed or not, and transformers `Conv1D`, the output head too, in
+    `bits`-bit integers.
 
     `module` is left as it was, and the copy shares the storage of everything that is not replaced (embeddings, norms,
     biases): changing those values in place changes both, moving or casting either one does not touch the other. The
@@ -67,9 +68,11 @@ def quantize_linears(module: nn.Module, bits: int = 8) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach()
-    for part in module.modules():  # how the checkpoint was loaded: nothing to copy, and not always copyable
-        if (loader := vars(part).get("hf_quantizer")) is not None:
+    for part in module.modules():
+        if (loader := vars(part).get("hf_quantizer")) is not None:  # nothing to copy, and not always copyable
             memo[id(loader)] = loader
+        if isinstance(part, PackedLinear):  # is replaced, so its copy is never used
+            memo[id(part.packed)] = part.packed
     clone = copy.deepcopy(module, memo)
 
     output_embeddings: Any = getattr(clone, "get_output_embeddings", None)  # every Hugging Face model has it
@@ -77,7 +80,7 @@ def quantize_linears(module: nn.Module, bits: int = 8) -> nn.Module:
     replaced: dict[int, nn.Module] = {}  # a layer used in two places stays one layer
     for parent in [nn.ModuleDict({"root": clone}), *clone.modules()]:
         for name, child in parent._modules.items():
-            weight = None if child is None else _weight(child)
+            weight = None if child is None else dense_weight(child)
             if child is None or weight is None:
                 continue
             if id(child) not in replaced:
@@ -182,16 +185,6 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bits={self.bits}, bias={self.bias is not None}"
-
-
-def _weight(layer: Any) -> Float[Tensor, "out in"] | None:
-    """The weight of a linear layer, None for any other. Subclasses may compute something else, so they do not count."""
-    if type(layer) is nn.Linear:
-        return layer.weight
-    conv = sys.modules.get("transformers.pytorch_utils")  # not imported: no layer can be a Conv1D
-    if conv is not None and type(layer) is conv.Conv1D:
-        return layer.weight.t()
-    return None
 
 
 def _to_int8(weight: Float[Tensor, "out in"]) -> tuple[Int8[Tensor, "out in"], Float[Tensor, "out 1"], None]:
