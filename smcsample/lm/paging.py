@@ -78,7 +78,7 @@ class Pages:
         self.cursor = -(-self.cursor // self.page_size) * self.page_size
 
     def extend(self, rows: Int[Tensor, " writing"], steps: int) -> Writes:
-        """Room for `steps` more tokens in each of these rows. The other rows must not write before the next `select`."""
+        """Room for `steps` more tokens in these rows. The others must not write before the next `select`."""
         copy_from, copy_to = self._leave_shared(rows) if self._forked else (rows[:0], rows[:0])
         size, cursor = self.page_size, self.cursor[rows]
         first, stop = -(-cursor // size), -(-(cursor + steps) // size)  # the columns of the pages to open
