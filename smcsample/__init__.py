@@ -12,6 +12,7 @@ from smcsample.resampling import Status
 from smcsample.sampling import sample
 from smcsample.sequence import SequenceModel
 from smcsample.source import Source
+from smcsample.streaming import TextStream, stream
 from smcsample.text_posterior import TextPosterior
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Step",
     "TabularLM",
     "TextPosterior",
+    "TextStream",
     "agreement",
     "demo_models",
     "load_model",
@@ -33,4 +35,5 @@ __all__ = [
     "run",
     "sample",
     "smc",
+    "stream",
 ]

@@ -6,7 +6,7 @@ particles before they are resampled, which is what estimates should use, and nob
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smcsample.checks import integer
 from smcsample.feynman_kac import FeynmanKac, State
-from smcsample.history import histories
+from smcsample.history import count_distinct, history
 from smcsample.posterior import Posterior, population
 from smcsample.resampling import needs_resampling, scheme
 from smcsample.source import Source
@@ -48,8 +48,7 @@ class Step(Generic[State]):
     @property
     def unique_ancestors(self) -> Int[Tensor, " group"]:
         """How many particles of the step before have offspring in this one."""
-        marks = torch.zeros_like(self.ancestors).scatter(1, self.ancestors, 1)
-        return marks.sum(dim=1)
+        return count_distinct(self.ancestors)
 
 
 def run(
@@ -61,7 +60,7 @@ def run(
     ess_threshold: float = 0.5,
     seed: int | Sequence[int] = 0,
     source: Source | None = None,
-) -> Iterator[Step[State]]:
+) -> Generator[Step[State], None, None]:
     """Run SMC, one `Step` at a time (Del Moral 2004; Chopin & Papaspiliopoulos 2020, Algorithm 10.3).
 
     Args:
@@ -104,7 +103,9 @@ def check_run(
         )
 
 
-def _steps(model: FeynmanKac[State], source: Source, resampling: str, threshold: float) -> Iterator[Step[State]]:
+def _steps(
+    model: FeynmanKac[State], source: Source, resampling: str, threshold: float
+) -> Generator[Step[State], None, None]:
     shape = source.n_groups, source.n_particles
     source.begin(0)
     state = model.initial(source)
@@ -178,7 +179,7 @@ def smc(
     if not steps:
         raise ValueError(f"model {type(model).__name__} is finished before its first step; nothing was sampled")
     posteriors = [
-        Posterior(values[g], history, source.take(torch.tensor([g], device=source.device)))
-        for g, history in enumerate(histories(steps))
+        Posterior(values[g], history(steps, g), source.take(torch.tensor([g], device=source.device)))
+        for g in range(groups)
     ]
     return posteriors if n_groups is not None else posteriors[0]

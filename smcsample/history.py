@@ -32,9 +32,12 @@ class History:
     ancestors: Int[Tensor, "step particle"]
     increments: Float[Tensor, "step particle"]
     log_weights: Float[Tensor, "step particle"]
-    unique_ancestors: Int[Tensor, " step"]
     ess: Float[Tensor, " step"]
     log_evidence: Float[Tensor, " step"]
+
+    @property
+    def unique_ancestors(self) -> Int[Tensor, " step"]:
+        return count_distinct(self.ancestors)
 
     def records(self) -> list[Record]:
         """The same, step by step."""
@@ -42,12 +45,13 @@ class History:
         return [Record(t, *row) for t, row in enumerate(zip(*(column.tolist() for column in columns), strict=True))]
 
 
-def histories(steps: Sequence[Step]) -> list[History]:
-    """The history of every group. Each holds copies of its own numbers only, so that it pickles alone."""
-    running = torch.stack([step.running for step in steps]).sum(dim=0).tolist()
-    fields = ("resampled", "ancestors", "increments", "log_weights", "unique_ancestors", "ess", "log_evidence")
-    columns = {name: torch.stack([getattr(step, name) for step in steps], dim=1) for name in fields}
-    return [
-        History(**{name: column[group, :length].clone() for name, column in columns.items()})
-        for group, length in enumerate(running)
-    ]
+def count_distinct(ancestors: Int[Tensor, "row particle"]) -> Int[Tensor, " row"]:
+    """How many different particles each row names."""
+    return torch.zeros_like(ancestors).scatter(1, ancestors, 1).sum(dim=1)
+
+
+def history(steps: Sequence[Step], group: int) -> History:
+    """The history of one group. It holds copies of its own numbers only, so that it pickles alone."""
+    taken = [step for step in steps if bool(step.running[group])]
+    fields = ("resampled", "ancestors", "increments", "log_weights", "ess", "log_evidence")
+    return History(**{name: torch.stack([getattr(step, name)[group] for step in taken]) for name in fields})

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from smcsample.algorithm import Step
-from smcsample.sequence import Rows
+if TYPE_CHECKING:
+    from smcsample.cohorts import Cohort
 
 
 class RoundProgress:
-    """Tokens per particle, prompts done, and the mean ESS, on stderr."""
+    """Tokens per particle (summed over prompts), prompts done, and the mean ESS, on stderr."""
 
     def __init__(self, max_new_tokens: int, n_prompts: int, *, disabled: bool) -> None:
-        self._prompts = n_prompts
+        self._cap, self._prompts = max_new_tokens, n_prompts
+        self._tokens = [0] * n_prompts
         self._progress = Progress(
             TextColumn("sampling"),
             BarColumn(),
@@ -25,7 +27,7 @@ class RoundProgress:
             disable=disabled,
             transient=True,
         )
-        self._task = self._progress.add_task("sampling", total=max_new_tokens, note="")
+        self._task = self._progress.add_task("sampling", total=max_new_tokens * n_prompts, note="")
 
     def __enter__(self) -> RoundProgress:
         self._progress.start()
@@ -36,9 +38,13 @@ class RoundProgress:
     ) -> None:
         self._progress.stop()
 
-    def update(self, step: Step[Rows]) -> None:
-        """After a round."""
+    def update(self, cohort: Cohort) -> None:
+        """After a round of a cohort."""
+        step = cohort.step
+        assert step is not None
         assert step.state is not None
-        going = int(step.running.sum())
-        note = f"{going}/{self._prompts} prompts, ESS {step.ess[step.running].mean():.1f}"
-        self._progress.update(self._task, completed=step.state.ids.shape[1], note=note)
+        for g, place in enumerate(cohort.groups):
+            self._tokens[place] = step.state.ids.shape[1] if g in cohort.going else self._cap
+        done = sum(tokens == self._cap for tokens in self._tokens)
+        note = f"{done}/{self._prompts} prompts done, ESS {step.ess[step.running].mean():.1f}"
+        self._progress.update(self._task, completed=sum(self._tokens), note=note)

@@ -4,47 +4,35 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypedDict, Unpack, overload
+from typing import Unpack, overload
 
-import torch
-
-from smcsample.algorithm import Step, check_run, run
-from smcsample.checks import integer
-from smcsample.history import histories
-from smcsample.lm.compatible import check_compatible, check_ids
-from smcsample.lm.prompt import Prompt, split
+from smcsample.cohorts import run_in_cohorts
+from smcsample.lm.prompt import Prompt
 from smcsample.lm.stream import Model
-from smcsample.potentials import LM, Potential
+from smcsample.potentials import Potential
 from smcsample.progress import RoundProgress
-from smcsample.proposals import Draft, Proposal, default_proposal
-from smcsample.sequence import SequenceModel
+from smcsample.proposals import Proposal
+from smcsample.request import Options, check_request
 from smcsample.source import Source
 from smcsample.text_posterior import TextPosterior
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments of `sample`, for type checkers."""
-
-    n_particles: int
-    block_size: int
-    max_new_tokens: int
-    resampling: str
-    ess_threshold: float
-    seed: int | Sequence[int]
-    progress: bool | None
-    source: Source | None
-
-
 @overload
 def sample(
-    prompt: Prompt, target: Potential | Model, proposal: Proposal | Model | None = None, **options: Unpack[Options]
+    prompt: Prompt,
+    target: Potential | Model,
+    proposal: Proposal | Model | None = None,
+    *,
+    progress: bool | None = None,
+    **options: Unpack[Options],
 ) -> TextPosterior: ...
 @overload
 def sample(
     prompt: Sequence[Prompt],
     target: Potential | Model,
     proposal: Proposal | Model | None = None,
+    *,
+    progress: bool | None = None,
     **options: Unpack[Options],
 ) -> list[TextPosterior]: ...
 def sample(
@@ -60,6 +48,7 @@ def sample(
     seed: int | Sequence[int] = 0,
     progress: bool | None = None,
     source: Source | None = None,
+    memory_budget: float | None = None,
 ) -> TextPosterior | list[TextPosterior]:
     """Draw continuations of a prompt from a composed target, as N weighted particles.
 
@@ -83,6 +72,8 @@ def sample(
             its place in the list).
         progress: show a progress bar on stderr. Default: only on a terminal.
         source: where random numbers come from, instead of a seed.
+        memory_budget: bytes that keys, values and next-token laws may take; prompts that do not fit wait for others to
+            finish. Default: half of what is free.
 
     Returns:
         A `TextPosterior`, or a list of them for a list of prompts.
@@ -90,76 +81,40 @@ def sample(
     Raises:
         ValueError, TypeError: bad input, before any model runs.
         FloatingPointError: a model or potential gave NaN or +inf; the message says which, and where.
-    """
-    prompts, single = split(prompt)
-    target = target if isinstance(target, Potential) else LM(target)
-    if proposal is None:
-        proposal = default_proposal(target)
-    elif not isinstance(proposal, Proposal):
-        proposal = Draft(proposal)
-    proposal = proposal.matched_to(target)
-    check_run(n_particles, len(prompts), resampling, ess_threshold, source)
-    block_size = integer("block_size", block_size, 0, "use 0 to draw every token from the target's own law")
-    max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
-    models = _models(target, proposal)
-    main = models[0]
-    names = ["prompt"] if single else [f"prompt {i}" for i in range(len(prompts))]
-    ids = [_encoded(prompt, name, models, max_new_tokens) for prompt, name in zip(prompts, names, strict=True)]
 
-    model = SequenceModel(
-        ids,
+    Whatever ends a run early, Ctrl-C or an error in a potential, the exception carries the list `posteriors`: those of
+    the prompts that had finished, None for the others.
+    """
+    request = check_request(
+        prompt,
         target,
         proposal,
+        n_particles=n_particles,
         block_size=block_size,
         max_new_tokens=max_new_tokens,
-        eos_ids=main.eos_ids,
+        resampling=resampling,
+        ess_threshold=ess_threshold,
+        seed=seed,
+        source=source,
+        memory_budget=memory_budget,
     )
-    source = source or Source(seed, len(ids), n_particles, main.device)
-    steps: list[Step] = []
-    final = None
+    posteriors: list[TextPosterior | None] = [None] * len(request.ids)
     show = sys.stderr.isatty() if progress is None else progress
-    with RoundProgress(max_new_tokens, len(ids), disabled=not show) as bar:
-        for final in run(
-            model, n_particles, n_groups=len(ids), resampling=resampling, ess_threshold=ess_threshold, source=source
-        ):
-            steps.append(replace(final, state=None))
-            bar.update(final)
-    assert final is not None
-    assert final.state is not None
-    texts = model.texts(final.state)
-    posteriors = [
-        TextPosterior(ids[g], texts[g], main, history, source.take(torch.tensor([g], device=source.device)))
-        for g, history in enumerate(histories(steps))
-    ]
-    return posteriors[0] if single else posteriors
+    with RoundProgress(max_new_tokens, len(request.ids), disabled=not show) as bar:
+        try:
+            for cohort, finished in run_in_cohorts(request):
+                for place, posterior in finished.items():
+                    posteriors[place] = posterior
+                bar.update(cohort)
+        except BaseException as error:
+            _keep(error, posteriors)
+            raise
+    done = [posterior for posterior in posteriors if posterior is not None]
+    return done[0] if request.single else done
 
 
-def _models(target: Potential, proposal: Proposal) -> list[Model]:
-    """Every model of the run, the target's first.
-
-    Raises:
-        ValueError: no model, models that do not fit together, or several in the target that end texts differently.
-    """
-    models = list(dict.fromkeys((*target.models, *proposal.models)))
-    if not models:
-        raise ValueError(
-            f"target {target!r} with proposal {proposal!r} names no language model; add LM(model) or Draft(model)"
-        )
-    check_compatible(models)
-    first = models[0]
-    for other in target.models:
-        if other.eos_ids != first.eos_ids:
-            raise ValueError(
-                f"the target's models end texts differently: {first.name} at {first.eos_ids}, {other.name} at "
-                f"{other.eos_ids}; use models that agree (a draft alone may differ)"
-            )
-    return models
-
-
-def _encoded(prompt: Prompt, name: str, models: list[Model], max_new_tokens: int) -> list[int]:
-    try:
-        ids = models[0].encode(prompt)
-        check_ids(ids, models, max_new_tokens)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    return ids
+def _keep(error: BaseException, posteriors: list[TextPosterior | None]) -> None:
+    error.posteriors = posteriors  # pyright: ignore[reportAttributeAccessIssue]
+    done = sum(posterior is not None for posterior in posteriors)
+    if len(posteriors) > 1:
+        error.add_note(f"{done} of {len(posteriors)} prompts had finished: this exception's `posteriors` has them")

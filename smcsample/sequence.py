@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from smcsample.kernels.ops import Purpose, log_sum_exp
 from smcsample.lm.batch import Batch, Block, masked
+from smcsample.lm.kv_pool import PagePool
 from smcsample.potentials import Potential, Scorer
 from smcsample.proposals import Drafter, Proposal
 from smcsample.source import Source
@@ -66,6 +68,7 @@ class SequenceModel:
         block_size: K ≥ 0, drafted tokens per round; the bonus makes it K + 1.
         max_new_tokens: length cap.
         eos_ids: every id that ends a text.
+        pools: pages of the models' keys and values, if other runs are to share them.
     """
 
     def __init__(
@@ -77,13 +80,17 @@ class SequenceModel:
         block_size: int,
         max_new_tokens: int,
         eos_ids: tuple[int, ...],
+        pools: dict[Any, PagePool] | None = None,
     ) -> None:
         self.prompts, self.target, self.proposal = prompts, target, proposal
         self.block_size, self.max_new_tokens, self.eos_ids = block_size, max_new_tokens, eos_ids
+        self._pools = {} if pools is None else pools
+        self._batches: list[Batch] = []
 
     def initial(self, source: Source) -> Rows:
         eos = torch.tensor(self.eos_ids, dtype=torch.long, device=source.device)
-        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens, page_size=self.block_size + 1)
+        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens, self.block_size + 1, self._pools)
+        self._batches.append(batch)
         none = torch.zeros(batch.n_rows, 0, dtype=torch.float64, device=source.device)
         scorers = [factor.start(batch) for factor in self.target.factors]
         if self.block_size == 0 and not any(scorer.looks_ahead for scorer in scorers):
@@ -126,10 +133,16 @@ class SequenceModel:
         finished[state.live] = self._finished_live(state)
         return finished
 
-    def texts(self, state: Rows) -> list[Texts]:
-        """The tokens of every group, in the order of the prompts."""
-        self._settle(state, torch.ones_like(state.live, dtype=torch.bool))
-        return [state.done[g] for g in range(len(self.prompts))]
+    def texts(self, state: Rows, groups: Sequence[int]) -> dict[int, Texts]:
+        """The tokens of some groups."""
+        wanted = torch.tensor(list(groups), dtype=torch.long, device=state.live.device)
+        self._settle(state, torch.isin(state.live, wanted))
+        return {g: state.done[g] for g in groups}
+
+    def release(self) -> None:
+        """Give back the pages of every run of this model that has begun."""
+        while self._batches:
+            self._batches.pop().release()
 
     def _round(self, rows: Rows) -> Float[Tensor, " row"]:
         """Extend, score, bonus: the log-increments of one round."""

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from smcsample.kernels.ops import HEAD_DIMS, paged_attention, use_triton, write_kv
-from smcsample.lm.kv_pool import KVPool
+from smcsample.lm.kv_pool import PagePool
 
 NAME = "smcsample_pages"
 KNOWN = {
@@ -66,11 +66,10 @@ class Forward:
     larger. `plan`: None on a GPU. `windows`: of the layers that have attended, in `calls` calls.
     """
 
-    pool: KVPool
+    pool: PagePool
     slots: Int[Tensor, "row step"]
     positions: Int[Tensor, "row step"]
     tables: Int[Tensor, "row page_of_row"]
-    slot_positions: Int[Tensor, "page slot"]
     top: int
     plan: Plan | None
     windows: dict[int, int | None] = field(default_factory=dict)
@@ -132,12 +131,12 @@ def _through_tables(
         query, key, value = (F.pad(x, (0, room - dim)) for x in (query, key, value))
     k_pool, v_pool = forward.pool.layer(layer, key)
     keys, values = key.transpose(1, 2), value.transpose(1, 2)
-    write_kv(keys, values, k_pool, v_pool, forward.slot_positions, forward.slots, forward.positions)
+    write_kv(keys, values, k_pool, v_pool, forward.pool.slot_positions, forward.slots, forward.positions)
     return paged_attention(
         query.transpose(1, 2),
         k_pool,
         v_pool,
-        forward.slot_positions,
+        forward.pool.slot_positions,
         forward.tables,
         forward.positions,
         scale=scale,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,6 +12,7 @@ from torch import Tensor
 from smcsample.source import Source
 
 if TYPE_CHECKING:
+    from smcsample.lm.kv_pool import PagePool
     from smcsample.lm.stream import LMStream, Model
 
 
@@ -39,7 +40,8 @@ class Batch:
     """The rows a run follows. Row g·N + n is particle n of group g.
 
     `ended`: rows that take no more tokens. `groups`: which groups of the run these are. `page_size`: tokens per page of
-    a model's keys and values, best the number of tokens of a round.
+    a model's keys and values, best the number of tokens of a round. `pools`: those pages, by model; batches that run at
+    the same time may share them.
 
     Groups that finish leave: rows shrink at a `select` with fewer ancestors than rows. So a scorer or drafter keeps
     whatever it knows about a row in tensors with one entry per row, and gathers them in its `select`.
@@ -50,6 +52,7 @@ class Batch:
     eos_ids: Int[Tensor, " eos"]
     max_new_tokens: int
     page_size: int = 8
+    pools: dict[Any, PagePool] = field(default_factory=dict)
     ended: Bool[Tensor, " row"] = field(init=False)
     groups: Int[Tensor, " group"] = field(init=False)
     _streams: dict[Model, LMStream] = field(init=False, default_factory=dict)
@@ -93,6 +96,11 @@ class Batch:
         self.ended = self.ended[ancestors]
         for stream in self._streams.values():
             stream.select(ancestors)
+
+    def release(self) -> None:
+        """Give back what the streams hold; they are not used again."""
+        for stream in self._streams.values():
+            stream.release()
 
     def forget(self, before: int) -> None:
         """Let the streams drop what they know of positions `< before`."""

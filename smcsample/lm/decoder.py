@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from smcsample.lm.attention import Forward, Own, Part, Plan, attending_to_pages, register
-from smcsample.lm.kv_pool import KVPool
+from smcsample.lm.kv_pool import PagePool
 from smcsample.lm.paging import Pages
 
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
@@ -72,12 +72,12 @@ class Decoder:
         with torch.inference_mode():
             expected = self.model(input_ids=ids, position_ids=torch.arange(n, device=device)[None], use_cache=False)
         expected = expected.logits[0].float()
-        pages, pool = Pages(4, 8, device), KVPool(4)
+        pool = PagePool(4, 8, device)
+        pages = Pages(pool)
         pages.open(1)
         rows, got = torch.zeros(1, dtype=torch.long, device=device), []
         for start, stop in ((0, 4), (4, 6), (6, 7)):
             writes = pages.extend(rows, stop - start)
-            pool.reserve(pages.capacity)
             plan = None
             if device.type == "cpu":
                 earlier = [Part(slice(0, len(rows)), slice(0, 4))] if start else []
@@ -87,9 +87,7 @@ class Decoder:
                     later = torch.arange(4, stop) > torch.arange(start, stop)[:, None]
                     own = Own(slots, torch.zeros(later.shape).masked_fill(later, -torch.inf)[None, None])
                 plan = Plan(earlier, own)
-            forward = Forward(
-                pool, writes.slots, writes.positions, pages.tables[rows], pages.slot_positions, stop - 1, plan
-            )
+            forward = Forward(pool, writes.slots, writes.positions, pages.tables[rows], stop - 1, plan)
             try:
                 logits = self.forward(ids[:, start:stop].expand(len(rows), -1), forward, stop - start)
             except NotImplementedError as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 from smcsample.lm.attention import Forward, Own, Part, Plan
 from smcsample.lm.batch import Batch
 from smcsample.lm.decoder import Decoder
-from smcsample.lm.kv_pool import KVPool
+from smcsample.lm.kv_pool import PagePool
 from smcsample.lm.paging import Pages
 from smcsample.lm.stream import LMStream
 
@@ -32,9 +32,10 @@ class PagedStream(LMStream):
         self._decoder, self._vocab_size = decoder, vocab_size
         distinct = {tuple(prompt[:-1]): None for prompt in batch.prompts}
         order = {prompt: i for i, prompt in enumerate(distinct)}
-        sizes = [-(-len(prompt) // batch.page_size) for prompt in distinct]
-        self.pages = Pages(batch.page_size, sum(sizes) + 2 * batch.n_rows, device)
-        self._pool = KVPool(batch.page_size)
+        if decoder not in batch.pools:
+            prompt_pages = sum(-(-len(prompt) // batch.page_size) for prompt in distinct)
+            batch.pools[decoder] = PagePool(batch.page_size, prompt_pages + 2 * batch.n_rows, device)
+        self.pages = Pages(batch.pools[decoder])
         self._top = max(map(len, distinct))
         self._shared: list[list[slice | Tensor]] | None = None
         self._own_from: list[int] = []
@@ -63,9 +64,6 @@ class PagedStream(LMStream):
         if tokens.device.type == "cpu" and self._shared is None:
             self._find_shared()
         writes = self.pages.extend(rows, steps)
-        if len(writes.copy_to) > 0:
-            self._pool.reserve(self.pages.capacity)
-            self._pool.copy(writes.copy_from, writes.copy_to, self.pages.slot_positions)
         self._top += steps
         plan = self._plan(rows, writes.positions) if tokens.device.type == "cpu" else None
         logits = self._run(rows, tokens[rows], writes, plan, keep)
@@ -76,21 +74,17 @@ class PagedStream(LMStream):
         return spread
 
     def _run(self, rows: Tensor, tokens: Tensor, writes: Any, plan: Plan | None, keep: int) -> Tensor:
-        self._pool.reserve(self.pages.capacity)
-        forward = Forward(
-            self._pool,
-            writes.slots,
-            writes.positions,
-            self.pages.tables[rows],
-            self.pages.slot_positions,
-            self._top,
-            plan,
-        )
+        tables = self.pages.tables[rows]
+        forward = Forward(self.pages.pool, writes.slots, writes.positions, tables, self._top, plan)
         return self._decoder.forward(tokens, forward, keep)[..., : self._vocab_size]
 
     def _select(self, ancestors: Int[Tensor, " kept"]) -> None:
         self.pages.select(ancestors)
         self._shared = None
+
+    def release(self) -> None:
+        super().release()
+        self.pages.release()
 
     def _slots_of(self, row: int) -> slice | Tensor:
         pages = self.pages.tables[row]
@@ -123,7 +117,9 @@ class PagedStream(LMStream):
         tables = pages.tables[rows, first:].long()
         columns = torch.arange(first, first + tables.shape[1])
         mine = columns >= torch.tensor(self._own_from)[rows // n, None]
-        held = pages.slot_positions[tables.clamp(min=0)].masked_fill(((tables < 0) | ~mine)[..., None], -1).flatten(1)
+        held = (
+            pages.pool.slot_positions[tables.clamp(min=0)].masked_fill(((tables < 0) | ~mine)[..., None], -1).flatten(1)
+        )
         slots = (tables[..., None] * pages.page_size + torch.arange(pages.page_size)).flatten(1)
         used = (held >= 0).sum(1)
         longest = int(used.max())
@@ -142,7 +138,7 @@ class PagedStream(LMStream):
 def _used(pages: Pages, which: Int[Tensor, " page"]) -> slice | Tensor:
     """The used slots of some pages: a slice if they follow one another."""
     slots = (which[:, None] * pages.page_size + torch.arange(pages.page_size, device=which.device)).flatten()
-    slots = slots[pages.slot_positions[which].flatten() >= 0]
+    slots = slots[pages.pool.slot_positions[which].flatten() >= 0]
     first = int(slots[0]) if len(slots) > 0 else 0
     consecutive = len(slots) > 0 and int(slots[-1]) - first + 1 == len(slots) and bool((slots.diff() == 1).all())
     return slice(first, first + len(slots)) if consecutive else slots

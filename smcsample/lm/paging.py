@@ -8,10 +8,6 @@ pages in use are bounded by T + c·N·log N for T rounds instead of N·T (Jacob,
 When a row must write into a page that others name too, because a round did not fill it, it moves on to a fresh page if
 half of the old one is used, and works on a copy otherwise. So nothing is copied as long as rounds fill pages, and less
 than half of the slots is wasted when they do not.
-
-Free pages are found by mark-and-sweep when the known ones run out: a page is free when no table names it, so none can
-leak and there is nothing to keep in step. Reference counts were measured too (benchmarks/paging.py): they must be
-brought up to date at every resampling, a sweep is due only when pages run out.
 """
 
 from __future__ import annotations
@@ -23,52 +19,40 @@ from jaxtyping import Int
 from torch import Tensor
 
 from smcsample.kernels.ops import gather_tables
+from smcsample.lm.kv_pool import PagePool
 
 
 class Writes(NamedTuple):
-    """Where new tokens go: their `slots` (page·page_size + offset), and the pages to copy before that is done."""
+    """Where new tokens go: `slots` (page·page_size + offset), and the `positions` of their texts that they have."""
 
     slots: Int[Tensor, "row step"]
     positions: Int[Tensor, "row step"]
-    copy_from: Int[Tensor, " copy"]
-    copy_to: Int[Tensor, " copy"]
 
 
 class Pages:
     """The block tables of rows that fork, die and write.
 
-    `tables` int32 `[row, column]`: the pages of each row, in the order they were opened; −1: none. `slot_positions`
-    int32 `[page, slot]`: which position of its text a slot holds, −1: none. `cursor` int64 `[row]`: the next slot along
-    the row's own table. `lengths` int64 `[row]`: how many tokens the row holds.
-
-    Args:
-        page_size: slots per page.
-        capacity: pages at the start; there are more when they are needed.
+    `tables` int32 `[row, column]`: the pages of each row, in the order they were opened; −1: none. `cursor` int64
+    `[row]`: the next slot along the row's own table. `lengths` int64 `[row]`: how many tokens the row holds. `copied`:
+    pages copied so far.
     """
 
-    def __init__(self, page_size: int, capacity: int, device: torch.device | str = "cpu") -> None:
-        self.page_size = page_size
-        self.slot_positions = torch.full((max(capacity, 1), page_size), -1, dtype=torch.int32, device=device)
-        self.tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self.cursor = torch.zeros(0, dtype=torch.int64, device=device)
-        self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.page_size = pool.page_size
         self.copied = 0
-        """Pages copied so far."""
-        self._free = torch.arange(self.capacity, device=device)
         self._forked = False
+        self.open(0)
+        pool.users.append(self)
 
-    @property
-    def capacity(self) -> int:
-        return len(self.slot_positions)
-
-    @property
-    def in_use(self) -> int:
-        """Pages named by some row."""
-        return int(self._named().sum())
+    def release(self) -> None:
+        """Name no page any more."""
+        self.open(0)
+        self.pool.users.remove(self)
 
     def open(self, rows: int) -> None:
         """Start with rows that hold nothing."""
-        device = self.tables.device
+        device = self.pool.slot_positions.device
         self.tables = torch.zeros(rows, 0, dtype=torch.int32, device=device)
         self.cursor = torch.zeros(rows, dtype=torch.int64, device=device)
         self.lengths = self.cursor.clone()
@@ -79,7 +63,8 @@ class Pages:
 
     def extend(self, rows: Int[Tensor, " writing"], steps: int) -> Writes:
         """Room for `steps` more tokens in these rows. The others must not write before the next `select`."""
-        copy_from, copy_to = self._leave_shared(rows) if self._forked else (rows[:0], rows[:0])
+        if self._forked:
+            self._leave_shared(rows)
         size, cursor = self.page_size, self.cursor[rows]
         first, stop = -(-cursor // size), -(-(cursor + steps) // size)  # the columns of the pages to open
         opened = stop - first
@@ -88,13 +73,13 @@ class Pages:
         if total > 0:
             row = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), opened)
             nth = torch.arange(total, device=rows.device) - (opened.cumsum(0) - opened)[row]
-            self.tables[rows[row], first[row] + nth] = self._take(total).int()
+            self.tables[rows[row], first[row] + nth] = self.pool.take(total).int()
         along = cursor[:, None] + torch.arange(steps, device=rows.device)
         slots = self.tables[rows[:, None], along // size].long() * size + along % size
         positions = (self.lengths[rows, None] + torch.arange(steps, device=rows.device)).int()
-        self.slot_positions.view(-1)[slots] = positions
+        self.pool.slot_positions.view(-1)[slots] = positions
         self.cursor[rows], self.lengths[rows] = cursor + steps, self.lengths[rows] + steps
-        return Writes(slots, positions, copy_from, copy_to)
+        return Writes(slots, positions)
 
     def select(self, ancestors: Int[Tensor, " kept"]) -> None:
         """Row i becomes row `ancestors[i]`: pointers move, nothing else."""
@@ -111,13 +96,13 @@ class Pages:
         back = (along >= start[:, None]) & (along < stop[:, None])
         which, where = back.nonzero().unbind(1)
         page = self.tables[rows[which], where // size].long()
-        self.slot_positions[page, where % size] = -1
+        self.pool.slot_positions[page, where % size] = -1
         columns = torch.arange(self.tables.shape[1], device=rows.device)
         empty = columns >= -(-start // size)[:, None]
         self.tables[rows] = self.tables[rows].masked_fill(empty, -1)
         self.cursor[rows], self.lengths[rows] = start, self.lengths[rows] - drop
 
-    def _leave_shared(self, rows: Int[Tensor, " writing"]) -> tuple[Tensor, Tensor]:
+    def _leave_shared(self, rows: Int[Tensor, " writing"]) -> None:
         """Let no row write into a page that another row names: it moves on, or works on a copy. Rows of one page were
         one row at the last `select`, so they have filled it equally far."""
         self._forked = False
@@ -125,43 +110,21 @@ class Pages:
         inside = everybody[self.cursor % size > 0]
         column, offset = self.cursor[inside] // size, self.cursor[inside] % size
         page = self.tables[inside, column].long()
-        shared = torch.bincount(page, minlength=self.capacity)[page] > 1
+        shared = torch.bincount(page, minlength=self.pool.capacity)[page] > 1
         leaves = shared & (2 * offset >= size)
         self.cursor[inside[leaves]] = (column[leaves] + 1) * size
 
         copies = shared & ~leaves & torch.isin(inside, rows)
         # One of a page's rows may keep it, if it is the only one that does.
-        firsts = everybody.new_full((self.capacity,), len(everybody))
+        firsts = everybody.new_full((self.pool.capacity,), len(everybody))
         firsts.scatter_reduce_(0, page[copies], inside[copies], "amin")
-        idle = torch.bincount(page[shared & ~copies], minlength=self.capacity)[page] > 0
+        idle = torch.bincount(page[shared & ~copies], minlength=self.pool.capacity)[page] > 0
         copies &= (firsts[page] != inside) | idle
-        old, new = page[copies], self._take(int(copies.sum()))
+        old, new = page[copies], self.pool.take(int(copies.sum()))
         self.tables[inside[copies], column[copies]] = new.int()
-        self.slot_positions[new] = self.slot_positions[old]
+        if len(new) > 0:
+            self.pool.copy(old, new)
         self.copied += len(new)
-        return old, new
-
-    def _take(self, n: int) -> Int[Tensor, " page"]:
-        """`n` free pages, marked as holding nothing."""
-        if n > len(self._free):
-            self._free = (~self._named()).nonzero()[:, 0]
-            if n > len(self._free):
-                self._grow(n - len(self._free))
-        taken, self._free = self._free[:n], self._free[n:]
-        self.slot_positions[taken] = -1
-        return taken
-
-    def _grow(self, missing: int) -> None:
-        more = max(missing, self.capacity // 2)
-        fresh = self.slot_positions.new_full((more, self.page_size), -1)
-        self._free = torch.cat([self._free, torch.arange(more, device=fresh.device) + self.capacity])
-        self.slot_positions = torch.cat([self.slot_positions, fresh])
-
-    def _named(self) -> Tensor:
-        # One more entry than pages, for the −1 of the tables.
-        named = torch.zeros(self.capacity + 1, dtype=torch.bool, device=self.tables.device)
-        named[self.tables.flatten().long()] = True
-        return named[:-1]
 
     def _widen(self, columns: int) -> None:
         if columns > self.tables.shape[1]:

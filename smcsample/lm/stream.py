@@ -37,6 +37,10 @@ class Model(Protocol):
     def context_length(self) -> int | None: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory that following one row takes, per token."""
+        ...
 
     def encode(self, prompt: Prompt) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -127,6 +131,10 @@ class LMStream(ABC):
         self._logits = {t: logits[ancestors] for t, logits in self._logits.items()}
         self._laws = {}
         self._select(ancestors)
+
+    def release(self) -> None:
+        """Give back what the stream holds; it is not used again."""
+        self._waiting, self._logits, self._laws = [], {}, {}
 
     def _checked(self, logits: Float[Tensor, "row vocab"], position: int) -> Float[Tensor, "row vocab"]:
         top = logits.amax(dim=-1)

@@ -81,6 +81,10 @@ class TabularLM:
     def vocabulary(self) -> object:
         return self.tokens
 
+    @property
+    def bytes_per_token(self) -> int:
+        return 0
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids as given, or text spelt in the model's tokens (longest match first)."""
         if is_chat(prompt):
