@@ -19,12 +19,14 @@ from smcsample.algorithm import Step, run
 from smcsample.history import history
 from smcsample.lm.kv_pool import PagePool
 from smcsample.request import Request
-from smcsample.sequence import Rows, SequenceModel
+from smcsample.sequence import Rows, SequenceModel, Texts
 from smcsample.text_posterior import TextPosterior
 
 
 class Cohort:
-    """Some groups of a request, side by side. `over`: all have finished. `step`: the newest one."""
+    """Some groups of a request, side by side. `going`: those that have not finished. `step`: the newest one."""
+
+    step: Step[Rows]
 
     def __init__(self, request: Request, groups: list[int], pools: dict[Any, PagePool]) -> None:
         self._request, self.groups = request, groups
@@ -49,17 +51,19 @@ class Cohort:
         )
         self._steps: list[Step[Rows]] = []
         self.going = set(range(len(groups)))
-        self.step: Step[Rows] | None = None
 
     def advance(self) -> dict[int, TextPosterior]:
         """One round; the posteriors of the prompts that it finished, by their place in the request."""
         self.step = next(self._run)
-        assert self.step.state is not None
         self._steps.append(replace(self.step, state=None))
         ended = self.step.last.nonzero()[:, 0].tolist()
         self.going -= set(ended)
-        texts = self._model.texts(self.step.state, ended)
-        return {self.groups[g]: self._posterior(g, texts[g]) for g in ended}
+        return {self.groups[g]: self._posterior(g) for g in ended}
+
+    def texts(self, g: int) -> Texts:
+        """The tokens so far of its `g`-th group."""
+        assert self.step.state is not None
+        return self._model.texts(self.step.state, [g])[g]
 
     @property
     def bytes(self) -> float:
@@ -71,10 +75,10 @@ class Cohort:
         self._run.close()
         self._model.release()
 
-    def _posterior(self, g: int, texts: Any) -> TextPosterior:
+    def _posterior(self, g: int) -> TextPosterior:
         source = self._source.take(self._tensor([g]))
         main = self._request.models[0]
-        return TextPosterior(self._request.ids[self.groups[g]], texts, main, history(self._steps, g), source)
+        return TextPosterior(self._request.ids[self.groups[g]], self.texts(g), main, history(self._steps, g), source)
 
     def _tensor(self, groups: list[int]) -> torch.Tensor:
         return torch.tensor(groups, device=self._request.source.device)

@@ -41,7 +41,6 @@ class RoundProgress:
     def update(self, cohort: Cohort) -> None:
         """After a round of a cohort."""
         step = cohort.step
-        assert step is not None
         assert step.state is not None
         for g, place in enumerate(cohort.groups):
             self._tokens[place] = step.state.ids.shape[1] if g in cohort.going else self._cap

@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from typing import Unpack
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from smcsample.algorithm import Step
 from smcsample.cohorts import run_in_cohorts
 from smcsample.lm.prompt import Prompt
 from smcsample.lm.stream import Model
 from smcsample.potentials import Potential
 from smcsample.proposals import Proposal
 from smcsample.request import Options, Request, check_request
-from smcsample.sequence import Rows
+from smcsample.sequence import Texts
 from smcsample.text_posterior import TextPosterior
 
 
@@ -69,8 +68,8 @@ class TextStream:
                 self._posterior = finished[0]
                 yield certain.rest(finished[0].text)
             else:
-                assert cohort.step is not None
-                yield certain.further(self._request.models[0].decode(shared_tokens(cohort.step)))
+                tokens = shared_tokens(cohort.texts(0), cohort.step.log_weights[0])
+                yield certain.further(self._request.models[0].decode(tokens))
 
     @property
     def posterior(self) -> TextPosterior:
@@ -84,20 +83,13 @@ class TextStream:
         return self._posterior
 
 
-def shared_tokens(step: Step[Rows], group: int = 0) -> list[int]:
+def shared_tokens(texts: Texts, log_weights: Float[Tensor, " particle"]) -> list[int]:
     """The tokens that every particle of non-zero weight begins with. The answer will: it descends from one of them."""
-    assert step.state is not None
-    n = step.log_weights.shape[1]
-    rows = slice(group * n, (group + 1) * n)
-    alive = step.log_weights[group] > -torch.inf
-    return _common(step.state.ids[rows][alive], step.state.lengths[rows][alive])
-
-
-def _common(ids: Int[Tensor, "row token"], lengths: Int[Tensor, " row"]) -> list[int]:
+    alive = log_weights > -torch.inf
+    ids, lengths = texts.ids[alive], texts.lengths[alive]
     if len(ids) == 0:
         return []
-    same: Bool[Tensor, " token"] = (ids == ids[0]).all(dim=0)
-    same &= torch.arange(ids.shape[1], device=ids.device) < lengths.min()
+    same = (ids == ids[0]).all(dim=0) & (torch.arange(ids.shape[1], device=ids.device) < lengths.min())
     return ids[0, : int(same.long().cumprod(dim=0).sum())].tolist()
 
 
