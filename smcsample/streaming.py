@@ -51,25 +51,14 @@ class TextStream:
     """An iterator over the pieces of one answer; then `posterior` is there. Built by `stream`."""
 
     def __init__(self, request: Request) -> None:
-        self._request = request
-        self._pieces = filter(None, self._run())
-        self._posterior: TextPosterior | None = None
+        self._found: list[TextPosterior] = []
+        self._pieces = filter(None, _pieces(request, self._found))
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
 
     def __next__(self) -> str:
         return next(self._pieces)
-
-    def _run(self) -> Iterator[str]:
-        certain = StableText()
-        for cohort, finished in run_in_cohorts(self._request):
-            if finished:
-                self._posterior = finished[0]
-                yield certain.rest(finished[0].text)
-            else:
-                tokens = shared_tokens(cohort.texts(0), cohort.step.log_weights[0])
-                yield certain.further(self._request.models[0].decode(tokens))
 
     @property
     def posterior(self) -> TextPosterior:
@@ -78,9 +67,21 @@ class TextStream:
         Raises:
             RuntimeError: the stream has not ended yet.
         """
-        if self._posterior is None:
+        if not self._found:
             raise RuntimeError("the stream has not ended yet; iterate over it first")
-        return self._posterior
+        return self._found[0]
+
+
+def _pieces(request: Request, found: list[TextPosterior]) -> Iterator[str]:
+    # No method: the generator must not hold the stream, or one that is left early keeps its pages.
+    certain = StableText()
+    for cohort, finished in run_in_cohorts(request):
+        if finished:
+            found.append(finished[0])
+            yield certain.rest(finished[0].text)
+        else:
+            tokens = shared_tokens(cohort.texts(0), cohort.step.log_weights[0])
+            yield certain.further(request.models[0].decode(tokens))
 
 
 def shared_tokens(texts: Texts, log_weights: Float[Tensor, " particle"]) -> list[int]:
