@@ -27,8 +27,10 @@ from smcsample.lm.quantized import quantized
 from smcsample.potentials import LM, Potential
 from smcsample.proposals import Draft
 from smcsample.report import finite, summary, summary_table
+from smcsample.request import Options
 from smcsample.resampling import Status
 from smcsample.sampling import sample
+from smcsample.streaming import stream
 from smcsample.text_posterior import TextPosterior
 
 app = typer.Typer(
@@ -43,6 +45,7 @@ log = Console(stderr=True)
 PROMPT_HELP = "What to continue; '-' reads it from standard input."
 TARGET_HELP = "Model to draw from: a name, a folder or a .gguf file. Default: SmolLM2-135M-Instruct."
 DRAFT_HELP = "Model that drafts. Default: an 8-bit copy of the target; with a --power other than 1 the target itself."
+STREAM_HELP = "Print the answer's text as soon as all particles agree on it."
 CHAT_HELP = "Wrap the prompt in the model's chat template. Default: if it has one."
 
 
@@ -69,6 +72,7 @@ def sample_command(
     seed: Annotated[int, typer.Option(help="Seed; the same one gives the same answer.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object (−inf as null).")] = False,
     chat: Annotated[bool | None, typer.Option("--chat/--raw", help=CHAT_HELP)] = None,
+    streamed: Annotated[bool, typer.Option("--stream", help=STREAM_HELP)] = False,
 ) -> None:
     """Draw a continuation of PROMPT by sequential Monte Carlo."""
     with errors_in_one_line():
@@ -76,27 +80,37 @@ def sample_command(
         integer("block", block, 0, "use 0 to draw every token from the target's own law")
         integer("max-new-tokens", max_new_tokens, 1, "ask for at least one token")
         TokenLaw(temperature)
+        if streamed and as_json:
+            raise ValueError("--stream and --json can't both write to standard output; leave one out")
         text = read(prompt)
         model, drafter = load_models(target, draft, self_draft=power == 1)
         goal = LM(model, temperature) if power == 1 else LM(model, temperature) ** power
         use_chat = bool(model.tokenizer.chat_template) if chat is None else chat
         start = time.perf_counter()
-        posterior = sample(
-            [{"role": "user", "content": text}] if use_chat else text,
-            goal,
-            Draft(drafter),
-            n_particles=particles,
-            block_size=block,
-            max_new_tokens=max_new_tokens,
-            ess_threshold=ess_threshold,
-            resampling=resampling,
-            seed=seed,
-        )
+        given = [{"role": "user", "content": text}] if use_chat else text
+        options: Options = {
+            "n_particles": particles,
+            "block_size": block,
+            "max_new_tokens": max_new_tokens,
+            "ess_threshold": ess_threshold,
+            "resampling": resampling,
+            "seed": seed,
+        }
+        if streamed:
+            pieces = stream(given, goal, Draft(drafter), **options)
+            for piece in pieces:
+                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+            console.print()
+            posterior = pieces.posterior
+        else:
+            posterior = sample(given, goal, Draft(drafter), **options)
         seconds = time.perf_counter() - start
     numbers = summary(posterior, seconds)
     if as_json:
         answer = posterior.text if posterior.status is Status.OK else None
         print(json.dumps(finite(posterior.to_dict() | {"text": answer, "summary": numbers}), allow_nan=False))
+    elif streamed:
+        console.print(summary_table(repr(goal), numbers))
     else:
         show(f"{goal!r} drafted by {drafter.name}", goal, posterior, seconds)
 
