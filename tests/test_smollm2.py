@@ -93,6 +93,9 @@ def test_command_line(models: tuple[smc.CausalLM, smc.CausalLM]) -> None:
     assert record["text"] in record["texts"]
     assert record["summary"]["particles"] == 3
     assert json.loads(second.stdout)["text"] == record["text"]
+    streamed = runner.invoke(app, [*arguments, "--stream"])
+    assert streamed.stdout.startswith(record["text"])
+    assert "log Ẑ" in streamed.stdout
     power = json.loads(runner.invoke(app, [*arguments, "--json", "--power", "4", "--raw"]).stdout)
     assert power["log_evidence"] < 0
 
@@ -115,6 +118,7 @@ def test_answers_are_shown_as_they_are(models: tuple[smc.CausalLM, smc.CausalLM]
         (["--target", "missing.gguf"], "no such GGUF file"),
         (["--target", "/[demo]/[/b].gguf"], "'/[demo]/[/b].gguf'"),
         (["--resampling", "sistematic"], "systematic"),
+        (["--stream", "--json"], "leave one out"),
     ],
 )
 def test_command_line_errors_are_one_line(
