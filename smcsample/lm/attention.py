@@ -81,7 +81,7 @@ def attend(
     module: Any,
     query: Float[Tensor, "row head step dim"],
     key: Float[Tensor, "row kv_head step dim"],
-    value: Float[Tensor, "row kv_head step dim"],
+    value: Float[Tensor, "row kv_head step value_dim"],
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
