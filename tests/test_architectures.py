@@ -85,12 +85,12 @@ def walk(followed: Followed, rounds: int) -> None:
     for move, steps in enumerate([1, 4, 1, 3, 6, 2, 1, 5]):
         followed.feed(steps)
         followed.check(steps)
-        if move == 2:
-            followed.batch.ended[[1, 6]] = True
         if move == 4:
             followed.keep([3, 0, 2])
         elif move != 5:
             followed.resample()
+        if move == 2:
+            followed.batch.ended[[1, 6]] = True
     for i in range(1, rounds + 1):
         followed.feed(1 + i % 3 // 2)  # 1, 2, 1, 1, 2, …
         if i % 20 == 0 or i == rounds:
@@ -173,9 +173,23 @@ def test_logits_through_the_kernels(
         for move, steps in enumerate([4, 1, 2, 1]):
             followed.feed(steps)
             followed.check(steps)
+            followed.resample()
             if move == 1:
                 followed.batch.ended[[1, 6]] = True
-            followed.resample()
     assert len(calls) == 2 * (3 + 1 + 4)
     assert set(calls) == {held}
     assert followed.checked > 50
+
+
+@pytest.mark.parametrize("used", [2, 3, 6])
+def test_a_row_that_ends_leaves_its_page_to_the_others(used: int) -> None:
+    """It shares a page that is not full with rows that go on: each of them must write elsewhere."""
+    followed = Followed(tiny("llama"), [[5, 6, 7]], page_size=6)
+    followed.feed(used - 1)  # and the prompt's last token
+    followed.batch.select(torch.tensor([1, 1, 1]))
+    followed.histories = [followed.histories[1]] * N
+    followed.batch.ended[0] = True
+    for steps in (1, 2, 4):
+        followed.feed(steps)
+        followed.check(steps)
+    assert followed.stream.pages.copied == (2 if used == 2 else 0)

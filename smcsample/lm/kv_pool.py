@@ -36,11 +36,13 @@ class KVPool:
             self.layers[layer] = like.new_empty(shape), like.new_empty(shape)
         return self.layers[layer]
 
-    def copy(self, copy_from: Int[Tensor, " copy"], copy_to: Int[Tensor, " copy"], slot_positions: Tensor) -> None:
+    def copy(self, copy_from: Int[Tensor, " copy"], copy_to: Int[Tensor, " copy"]) -> None:
         """Copy whole pages in every layer."""
+        # Positions are copied by `Pages`, which by now has also noted those of the tokens to come.
+        positions = torch.zeros(self._pages, self.page_size, dtype=torch.int32, device=copy_to.device)
         with torch.inference_mode():
             for k, v in self.layers.values():
-                copy_pages(k, v, slot_positions, copy_from, copy_to)
+                copy_pages(k, v, positions, copy_from, copy_to)
 
     @property
     def bytes_per_page(self) -> int:

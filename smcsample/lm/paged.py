@@ -65,7 +65,7 @@ class PagedStream(LMStream):
         writes = self.pages.extend(rows, steps)
         if len(writes.copy_to) > 0:
             self._pool.reserve(self.pages.capacity)
-            self._pool.copy(writes.copy_from, writes.copy_to, self.pages.slot_positions)
+            self._pool.copy(writes.copy_from, writes.copy_to)
         self._top += steps
         plan = self._plan(rows, writes.positions) if by_plan(tokens) else None
         logits = self._run(rows, tokens[rows], writes, plan, keep)
