@@ -63,7 +63,7 @@ class Forward:
     """One forward of a model over pages, as its attention layers need it.
 
     `slots`, `positions` `[row, step]`: where the new tokens go, −1: nowhere, and their positions. `top`: no position is
-    larger. `plan`: None on a GPU. `windows`: of the layers that have attended, in `calls` calls.
+    larger. `plan`: None unless `by_plan`. `windows`: of the layers that have attended, in `calls` calls.
     """
 
     pool: PagePool
@@ -80,7 +80,7 @@ def attend(
     module: Any,
     query: Float[Tensor, "row head step dim"],
     key: Float[Tensor, "row kv_head step dim"],
-    value: Float[Tensor, "row kv_head step dim"],
+    value: Float[Tensor, "row kv_head step value_dim"],
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -182,6 +182,11 @@ def _by_parts(
 def _flash(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp `[row, head, query]`."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **options)
+
+
+def by_plan(tensor: Tensor) -> bool:
+    """Whether attention goes part by part, by a `Plan`: on a CPU, unless its kernels are to run in Triton."""
+    return tensor.device.type == "cpu" and not use_triton(tensor)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from smcsample.lm.attention import Forward, Own, Part, Plan, attending_to_pages, register
+from smcsample.lm.attention import Forward, Own, Part, Plan, attending_to_pages, by_plan, register
 from smcsample.lm.kv_pool import PagePool
 from smcsample.lm.paging import Pages
 
@@ -79,7 +79,7 @@ class Decoder:
         for start, stop in ((0, 4), (4, 6), (6, 7)):
             writes = pages.extend(rows, stop - start)
             plan = None
-            if device.type == "cpu":
+            if by_plan(ids):
                 earlier = [Part(slice(0, len(rows)), slice(0, 4))] if start else []
                 own = Own(writes.slots, None, causal=True)
                 if start:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from smcsample.lm.attention import Forward, Own, Part, Plan
+from smcsample.lm.attention import Forward, Own, Part, Plan, by_plan
 from smcsample.lm.batch import Batch
 from smcsample.lm.decoder import Decoder
 from smcsample.lm.kv_pool import PagePool
@@ -53,7 +53,7 @@ class PagedStream(LMStream):
             earlier = self._slots_of(row)
             writes = self.pages.extend(only, chunk.shape[1])
             parts = [Part(slice(0, 1), earlier)] if start > 0 else []
-            plan = Plan(parts, Own(writes.slots, None, causal=True)) if ids.device.type == "cpu" else None
+            plan = Plan(parts, Own(writes.slots, None, causal=True)) if by_plan(ids) else None
             self._run(only, chunk, writes, plan, keep=1)
 
     def _forward(self, tokens: Int[Tensor, "row step"], keep: int) -> Float[Tensor, "row kept vocab"]:
@@ -61,11 +61,11 @@ class PagedStream(LMStream):
         steps = tokens.shape[1]
         if len(rows) == 0:
             return torch.zeros(len(tokens), keep, self._vocab_size, device=tokens.device)
-        if tokens.device.type == "cpu" and self._shared is None:
+        if by_plan(tokens) and self._shared is None:
             self._find_shared()
         writes = self.pages.extend(rows, steps)
         self._top += steps
-        plan = self._plan(rows, writes.positions) if tokens.device.type == "cpu" else None
+        plan = self._plan(rows, writes.positions) if by_plan(tokens) else None
         logits = self._run(rows, tokens[rows], writes, plan, keep)
         if len(rows) == len(tokens):
             return logits
