@@ -28,6 +28,11 @@ class KVPool:
                 k, v = self.layers.pop(layer)
                 self.layers[layer] = self._grown(k), self._grown(v)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every pool there is. Growing replaces them all."""
+        return [pool for pools in self.layers.values() for pool in pools]
+
     def layer(self, layer: int, like: Float[Tensor, "row kv_head step dim"]) -> tuple[Tensor, Tensor]:
         """K and V of a layer whose keys and values look like these."""
         if layer not in self.layers:
@@ -45,7 +50,7 @@ class KVPool:
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one page over all layers that have written."""
-        return sum(pool[0].numel() * pool.element_size() for pools in self.layers.values() for pool in pools)
+        return sum(pool[0].numel() * pool.element_size() for pool in self.tensors)
 
     def _grown(self, pool: Tensor) -> Tensor:
         with torch.inference_mode():
