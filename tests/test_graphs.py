@@ -1,0 +1,371 @@
+"""Recorded forwards, on a CPU: `replays.recorded` stands in for `torch.cuda.graph`, which has never run in these tests.
+
+What that shows: stale or mixed-up buffers, pools that moved, outputs overwritten. What it can't show: what CUDA forbids
+while recording, and memory that graphs share.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import smcsample as smc
+from replays import recorded
+from smcsample.kernels.ops import write_kv
+from smcsample.lm import graphs, paged
+from smcsample.lm.attention import Forward
+from smcsample.lm.batch import Batch
+from smcsample.lm.graphs import Graphs
+from smcsample.lm.kv_pool import KVPool
+from smcsample.lm.paged import PagedStream
+from smcsample.lm.paging import Pages
+from smcsample.potentials import LM
+from smcsample.proposals import Draft
+from tiny_models import V, tiny
+
+
+def with_graphs(kind: str = "llama", seed: int = 0, eos: bool = True) -> smc.CausalLM:
+    lm = tiny(kind, seed, eos)
+    lm.decoder.capture = recorded
+    return lm
+
+
+def stock_logits(lm: smc.CausalLM, ids: list[int]) -> Tensor:
+    with torch.no_grad():
+        return lm.model(torch.tensor([ids])).logits[0, -1]
+
+
+# --- Against the stock forward ----------------------------------------------------------------------------------------
+
+MOVES = [4, 1, 1, 1, 1, 4, 2, 1, 1, 4, 4, 1, 2, 3, 1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompts"),
+    [
+        ("llama", [[5, 6, 7, 8, 9, 10, 11, 12, 13], [3], [20, 21, 22, 4]]),
+        ("mistral with a window of 6", [[3], [4, 20]]),  # recorded before any text is longer than the window
+        ("gpt2", [[3, 4], [5, 6, 7]]),  # no row of its table of positions is at −1
+    ],
+)
+def test_replays_equal_the_stock_forward(kind: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes that take turns, tables that widen, pools that move, resampling, rows that end, a group that leaves, and
+    logits of the last tokens only, all of them after being recorded."""
+    monkeypatch.setattr(graphs, "NARROWEST", 1)
+    monkeypatch.setattr(graphs, "FIRST_CAPTURE", 2)
+    monkeypatch.setattr(paged, "ROOMY", 0)
+    lm = with_graphs(kind)
+    batch = Batch([list(p) for p in prompts], smc.Source(0, len(prompts), 3), torch.tensor([0]), 1000, page_size=4)
+    stream = batch.stream(lm)
+    assert isinstance(stream, PagedStream)
+    assert stream.graphs is not None
+    histories = [list(prompt) for prompt in prompts for _ in range(3)]
+    generator = torch.Generator().manual_seed(1)
+    position, capacities, widths = 0, set(), set()
+    for move, steps in enumerate(MOVES):
+        ids = torch.randint(2, V, (batch.n_rows, steps), generator=generator)
+        stream.observe(batch.block(ids, position))
+        histories = [h + row for h, row in zip(histories, ids.tolist(), strict=True)]
+        first = position + steps - (1 if move % 3 == 0 else steps)
+        stream.ensure(first, position + steps)
+        for t in range(first, position + steps + 1):
+            for row, history in enumerate(histories):
+                if not batch.ended[row]:
+                    expected = stock_logits(lm, history[: len(history) - position - steps + t])
+                    assert (stream._logits[t][row] - expected).abs().max() < 1e-4
+        position += steps
+        stream.forget(position)
+        capacities.add(stream.pages.capacity)
+        widths.add(stream.pages.tables.shape[1])
+        n = batch.n_rows
+        if move == 9 and len(prompts) > 1:
+            rows = batch.keep(torch.tensor([len(prompts) - 1, 0]))
+        else:
+            rows = torch.randint(3, (n // 3, 3), generator=generator) + 3 * torch.arange(n // 3)[:, None]
+            rows = rows.flatten() if move % 2 == 0 else torch.arange(n)
+            batch.select(rows)
+        histories = [histories[row] for row in rows.tolist()]
+        if move in (3, 10):
+            batch.ended = batch.ended | (torch.arange(batch.n_rows) == 4)
+    assert len(capacities) > 2
+    assert len(widths) > 5
+    assert stream.graphs.replayed > stream.graphs.captured > 4
+
+
+@pytest.mark.parametrize("k", [0, 2, 3])
+def test_samples_are_those_without_graphs(k: int) -> None:
+    """Whole runs, in which texts end, particles are exchanged, and groups leave."""
+    options = {"n_particles": 4, "block_size": k, "max_new_tokens": 24, "seed": 8}
+    prompts, runs = [[5, 6, 7], [9], [3, 4, 5, 6, 7, 8, 9]], []
+    for make in (tiny, with_graphs):
+        target, draft = make("llama", 0), make("llama", 1)
+        with torch.no_grad():
+            target.model.lm_head.weight[0] += 0.25 * target.model.lm_head.weight.norm(dim=1).mean()
+        runs.append(smc.sample(prompts, LM(target) ** 2, Draft(draft), **options))
+    plain, replayed = runs
+    assert [p.token_ids for p in plain] == [p.token_ids for p in replayed]
+    assert len({len(ids) for p in plain for ids in p.token_ids}) > 1  # some end early
+    assert any(bool((p.genealogy != torch.arange(4)).any()) for p in plain)
+    for a, b in zip(plain, replayed, strict=True):
+        assert torch.allclose(a.log_weights, b.log_weights, atol=1e-4)
+
+
+# --- Buffers, one by one ----------------------------------------------------------------------------------------------
+
+
+class Digest:
+    """In a decoder's place: every number that goes in changes what comes out, and masked table entries do not."""
+
+    def __init__(self, capture: Any = recorded) -> None:
+        self.capture, self.calls, self.given_up = capture, 0, []
+
+    def forward(self, tokens: Tensor, step: Forward, keep: int) -> Tensor:
+        self.calls += 1
+        columns = torch.arange(1, step.tables.shape[1] + 1)
+        seen = ((step.tables + 1) * columns).sum(1)
+        per_step = tokens * 3 + step.slots * 7 + step.positions * 11
+        k, _ = step.pool.layer(0, torch.zeros(1, 1, 1, 1))
+        shared = k.sum() + step.slot_positions.sum()
+        return (per_step + 13 * seen[:, None] + shared)[:, -keep:, None].double()
+
+    def give_up_capture(self, error: Exception) -> None:
+        self.capture = None
+        self.given_up.append(error)
+
+
+def new_pool(pages: int, value: float) -> KVPool:
+    pool = KVPool(2)
+    pool.reserve(pages)
+    for x in pool.layer(0, torch.zeros(1, 1, 1, 1)):
+        x.fill_(value)
+    return pool
+
+
+def random_step(generator: torch.Generator, pool: KVPool, slot_positions: Tensor, shape: tuple[int, ...]) -> Any:
+    rows, steps, columns = shape
+
+    def integers(*size: int) -> Tensor:
+        return torch.randint(-1, 50, size, generator=generator)
+
+    slots, positions, tables = integers(rows, steps), integers(rows, steps).int(), integers(rows, columns).int()
+    return integers(rows, steps) + 1, Forward(pool, slots, positions, tables, slot_positions, 60, None)
+
+
+def test_every_buffer_is_filled_at_every_replay() -> None:
+    """Fewer rows after more, narrow tables after wide ones, few kept after many; and old outputs stay as they were."""
+    decoder = Digest()
+    runner, plain = Graphs(decoder), Digest()  # pyright: ignore[reportArgumentType]
+    pool, slot_positions = new_pool(3, 0.5), torch.arange(6, dtype=torch.int32).view(3, 2)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [((6, 3, 9), 3), ((6, 3, 5), 3), ((4, 3, 5), 3), ((6, 3, 17), 3), ((6, 3, 9), 1), ((6, 1, 9), 1)]
+    old: list[tuple[Tensor, Tensor]] = []
+    for turn in range(60):
+        shape, keep = shapes[turn % len(shapes)]
+        tokens, step = random_step(generator, pool, slot_positions, shape)
+        expected = plain.forward(tokens, step, keep)
+        got = runner.forward(tokens, step, keep)
+        assert torch.equal(got, expected)
+        old.append((got, expected))
+    assert all(torch.equal(got, expected) for got, expected in old)
+    assert runner.captured == 5  # tables of 9 and of 5 columns are filled up to 16; those of 17 to 32
+    # Two uses of each shape as it is, and one run for each recording; the tables of 9 and 5 share their shape.
+    assert runner.replayed == 60 - 2 * 5
+    assert decoder.calls == 60 + 5
+
+
+def test_pools_that_moved_are_recorded_anew() -> None:
+    decoder, plain = Digest(), Digest()
+    runner = Graphs(decoder)  # pyright: ignore[reportArgumentType]
+    generator = torch.Generator().manual_seed(0)
+    pool, slot_positions = new_pool(3, 0.5), torch.zeros(3, 2, dtype=torch.int32)
+    for turn in range(12):
+        if turn == 4:  # the keys and values alone
+            pool = new_pool(4, 0.25)
+        if turn == 8:  # the positions alone
+            slot_positions = slot_positions + 1
+        tokens, step = random_step(generator, pool, slot_positions, (2, 1, 4))
+        assert torch.equal(runner.forward(tokens, step, 1), plain.forward(tokens, step, 1))
+    assert runner.captured == 3
+    assert runner.replayed == 10  # all but the first two
+
+
+def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was used longest ago goes, and has to earn its place again."""
+    monkeypatch.setattr(graphs, "LIMIT", 2)
+    runner = Graphs(Digest())  # pyright: ignore[reportArgumentType]
+    pool, slot_positions = new_pool(3, 0.5), torch.zeros(3, 2, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+
+    def use(rows: int, times: int) -> int:
+        before = runner.captured
+        for _ in range(times):
+            runner.forward(*random_step(generator, pool, slot_positions, (rows, 1, 4)), 1)
+        return runner.captured - before
+
+    assert (use(1, 3), use(2, 3), use(1, 1)) == (1, 1, 0)
+    assert use(3, 3) == 1  # and 2 goes
+    assert (use(1, 1), use(2, 2), use(2, 1)) == (0, 0, 1)
+    assert use(3, 3) == 1  # it went for 2, since 1 was used after it
+
+
+# --- What can't be recorded -------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_be_recorded_says_so_once_and_runs() -> None:
+    def refuses(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+    options = {"n_particles": 3, "block_size": 2, "max_new_tokens": 15, "seed": 4}
+    expected = smc.sample([5, 6, 7], LM(tiny(eos=False)), **options)
+    lm = tiny(eos=False)
+    lm.decoder.capture = refuses
+    with pytest.warns(RuntimeWarning) as caught:
+        got = smc.sample([5, 6, 7], LM(lm), **options)
+    assert [str(w.message) for w in caught] == [
+        f"model {lm.name} (LlamaForCausalLM) can't be recorded as a CUDA graph (RuntimeError: operation not permitted "
+        "when stream is capturing), so every launch of it costs the host's time; load_model(…, graphs=False) says that "
+        "this is known"
+    ]
+    assert got.token_ids == expected.token_ids
+    assert lm.decoder.capture is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert smc.sample([5, 6, 7], LM(lm), **options).token_ids == expected.token_ids
+
+
+def test_graphs_can_be_left_out() -> None:
+    lm = tiny()
+    assert lm.decoder.capture is None  # a CPU
+    lm.decoder.capture = recorded
+    assert smc.load_model(lm).decoder.capture is recorded
+    assert smc.load_model(lm, graphs=False).decoder.capture is None
+    with pytest.raises(ValueError, match=r"graphs = True, but .* is on cpu"):
+        smc.load_model((lm.model, lm.tokenizer), graphs=True)
+
+
+# --- Rows that are only along -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_are_along_take_no_pages(seed: int) -> None:
+    """Random histories in which rows end: every row that goes on finds its own tokens, and nobody writes for others."""
+    generator = torch.Generator().manual_seed(seed)
+    pages, rows = Pages(4, 2), 5
+    pages.open(rows)
+    ended, everybody = torch.zeros(rows, dtype=torch.bool), torch.arange(rows)
+    keys: dict[int, int] = {}
+    told: list[list[int]] = [[] for _ in range(rows)]
+    fresh = 0
+    for _ in range(30):
+        steps = int(torch.randint(1, 6, (), generator=generator))
+        k_pool = torch.zeros(64, 4, 1, 1)
+        writes = pages.extend(everybody, steps, ~ended)
+        for a, b in zip(writes.copy_from.tolist(), writes.copy_to.tolist(), strict=True):
+            pages.slot_positions[b] = pages.slot_positions[a]
+            keys |= {4 * b + i: keys[4 * a + i] for i in range(4) if 4 * a + i in keys}
+        assert torch.equal(writes.slots < 0, ended[:, None].expand(-1, steps))
+        assert torch.equal(writes.positions < 0, writes.slots < 0)
+        going = (~ended).nonzero()[:, 0]
+        written = writes.slots[going].flatten().tolist()
+        assert len(set(written)) == len(written)
+        new = torch.zeros(rows, steps, 1, 1)
+        k_pool = torch.zeros(pages.capacity, 4, 1, 1)
+        write_kv(new, new, k_pool, k_pool.clone(), pages.slot_positions, writes.slots, writes.positions)
+        for row in going.tolist():
+            for slot in writes.slots[row].tolist():
+                keys[slot] = fresh
+                told[row].append(fresh)
+                fresh += 1
+        for row in going.tolist():
+            found = {}
+            for page in pages.tables[row].tolist():
+                held = pages.slot_positions[page].tolist() if page >= 0 else []
+                found |= {p: keys[4 * page + i] for i, p in enumerate(held) if p >= 0}
+            assert [found[p] for p in sorted(found)] == told[row]
+            assert sorted(found) == list(range(len(told[row]))) == list(range(int(pages.lengths[row])))
+        if fresh % 3 == 0:
+            ancestors = torch.randint(rows, (rows,), generator=generator)
+            ancestors = torch.where(ended, everybody, ancestors)
+            pages.select(ancestors)
+            ended, told = ended[ancestors], [list(told[i]) for i in ancestors.tolist()]
+        if fresh % 5 == 0 and int(ended.sum()) < rows - 1:
+            ended[int(torch.randint(rows, (), generator=generator))] = True
+
+
+def test_ended_rows_cost_no_memory() -> None:
+    pages, everybody = Pages(4, 4), torch.arange(3)
+    pages.open(3)
+    pages.extend(everybody, 4, torch.ones(3, dtype=torch.bool))
+    for _ in range(20):
+        pages.extend(everybody, 4, torch.tensor([False, True, False]))
+    assert pages.in_use == 3 + 20
+    assert pages.capacity < 40  # each row takes a page per round, and two of three come back
+
+
+class ReadsBack(TorchDispatchMode):
+    """Notes operations whose result the host must wait for on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        waits = name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal")
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            waits = any(i is not None and i.dtype == torch.bool and i.ndim > 0 for i in args[1])
+        if name == "repeat_interleave" and (kwargs or {}).get("output_size") is None:
+            waits = True
+        self.seen += [name] if waits else []
+        return func(*args, **kwargs or {})
+
+
+def test_draft_steps_wait_for_nothing() -> None:
+    """A round of single tokens, with rows that have ended, after a resampling, from the pages' tables to the logits; one
+    wait at the round's end, for the check that logits are finite."""
+    lm = with_graphs()
+    source = smc.Source(0, 2, 3)
+    batch = Batch([[5, 6, 7, 8], [9, 3]], source, torch.tensor([0]), 40, page_size=4)
+    stream = batch.stream(lm)
+    assert isinstance(stream, PagedStream)
+
+    class Zeros(Graphs):
+        def forward(self, tokens: Tensor, step: Forward, keep: int) -> Tensor:
+            return torch.zeros(len(tokens), keep, V)
+
+    stream.graphs = Zeros(lm.decoder)
+    batch.ended = torch.arange(6) == 2
+    position = 0
+    for steps in (1, 2, 1, 1):  # three of four slots filled, then a resampling, then a round
+        with ReadsBack() as reads:
+            stream.observe(batch.block(torch.full((6, steps), 3), position))
+            stream.ensure(position + steps, position + steps)
+        assert reads.seen == []
+        position += steps
+        if position == 3:
+            with ReadsBack() as reads:
+                stream.check()
+                batch.select(torch.tensor([0, 0, 2, 3, 5, 5]))
+            assert reads.seen == ["_local_scalar_dense"]
+    with ReadsBack() as reads:
+        int(torch.ones(2).sum()), torch.ones(2)[torch.ones(2) > 0], torch.ones(2).nonzero()
+        torch.repeat_interleave(torch.arange(2), torch.arange(2))
+    assert reads.seen == ["_local_scalar_dense", "index", "nonzero", "repeat_interleave"]
+
+
+def test_logits_that_are_not_finite_are_named_though_found_late() -> None:
+    lm = tiny(eos=False)
+    with torch.no_grad():
+        lm.model.model.embed_tokens.weight[7] = torch.nan
+    forced = replace(Draft(lm), temperature=1.0)
+    with pytest.raises(
+        FloatingPointError, match=rf"model {lm.name} gave logits of maximum nan for prompt 1, particle 0"
+    ):
+        smc.sample([[5, 6], [6, 7]], LM(lm), forced, n_particles=2, block_size=3, max_new_tokens=8)
