@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ MOVES = [4, 1, 1, 1, 1, 4, 2, 1, 1, 4, 4, 1, 2, 3, 1, 2, 4]
     ("kind", "prompts"),
     [
         ("llama", [[5, 6, 7, 8, 9, 10, 11, 12, 13], [3], [20, 21, 22, 4]]),
-        ("mistral with a window of 6", [[3], [4, 20]]),  # recorded before any text is longer than the window
+        ("mistral with a window of 6", [[3], [4, 20]]),
         ("gpt2", [[3, 4], [5, 6, 7]]),  # no row of its table of positions is at −1
     ],
 )
@@ -97,6 +96,24 @@ def test_replays_equal_the_stock_forward(kind: str, prompts: list[list[int]], mo
     assert len(capacities) > 2
     assert len(widths) > 5
     assert stream.graphs.replayed > stream.graphs.captured > 4
+
+
+def test_windows_hold_for_texts_that_outgrow_them() -> None:
+    """A graph that was recorded before any text was longer than the window."""
+    lm = with_graphs("mistral with a window of 6")
+    batch = Batch([[3]], smc.Source(0, 1, 2), torch.tensor([0]), 1000, page_size=4)
+    stream = batch.stream(lm)
+    assert isinstance(stream, PagedStream)
+    assert stream.graphs is not None
+    histories = [[3], [3]]
+    for position, ids in enumerate(torch.randint(2, V, (14, 2, 1), generator=torch.Generator().manual_seed(2))):
+        stream.observe(batch.block(ids, position))
+        stream.ensure(position + 1, position + 1) if position > 0 else None  # one token at a time, but for the first
+        for row, history in enumerate(histories):
+            history += ids[row].tolist()
+            if position > 0:
+                assert (stream._logits[position + 1][row] - stock_logits(lm, history)).abs().max() < 1e-4
+    assert (stream.graphs.captured, stream.graphs.replayed) == (1, 10)
 
 
 @pytest.mark.parametrize("k", [0, 2, 3])
@@ -328,8 +345,8 @@ class ReadsBack(TorchDispatchMode):
 
 
 def test_draft_steps_wait_for_nothing() -> None:
-    """A round of single tokens, with rows that have ended, after a resampling, from the pages' tables to the logits; one
-    wait at the round's end, for the check that logits are finite."""
+    """A round of single tokens, with rows that have ended, after a resampling, from the tables to the logits; one wait
+    at the round's end, for the check that logits are finite."""
     lm = with_graphs()
     source = smc.Source(0, 2, 3)
     batch = Batch([[5, 6, 7, 8], [9, 3]], source, torch.tensor([0]), 40, page_size=4)
@@ -364,8 +381,6 @@ def test_logits_that_are_not_finite_are_named_though_found_late() -> None:
     lm = tiny(eos=False)
     with torch.no_grad():
         lm.model.model.embed_tokens.weight[7] = torch.nan
-    forced = replace(Draft(lm), temperature=1.0)
-    with pytest.raises(
-        FloatingPointError, match=rf"model {lm.name} gave logits of maximum nan for prompt 1, particle 0"
-    ):
-        smc.sample([[5, 6], [6, 7]], LM(lm), forced, n_particles=2, block_size=3, max_new_tokens=8)
+    where = f"model {lm.name} gave logits of maximum nan for prompt 1, particle 0 at position 0"
+    with pytest.raises(FloatingPointError, match=where):
+        smc.sample([[5, 6], [6, 7]], LM(lm), n_particles=2, block_size=3, max_new_tokens=8)

@@ -1,4 +1,4 @@
-"""Forwards of a model as CUDA graphs: a decoding step is many small launches, and on a GPU the host is what it waits for.
+"""Forwards of a model as CUDA graphs: a decoding step is many small launches, which take the host longer than the GPU.
 
 A forward of one shape reads and writes the same addresses every time: tokens, positions, slots and tables are copied
 into buffers, and the pools of keys and values stay where they are until they grow. So it is recorded once and replayed.
@@ -137,7 +137,8 @@ class Graphs:
         if addresses != self._addresses:
             self._recorded.clear()  # the pools have grown, and moved
             self._addresses = addresses
-        shape = Shape(*tokens.shape, keep, max(NARROWEST, 1 << (step.tables.shape[1] - 1).bit_length()))
+        rows, columns = step.tables.shape
+        shape = Shape(rows, tokens.shape[1], keep, max(NARROWEST, 1 << (columns - 1).bit_length()))
         self._uses[shape] += 1
         if shape not in self._recorded and self._uses[shape] >= FIRST_CAPTURE:
             self._record(shape, tokens, step)

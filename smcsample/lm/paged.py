@@ -17,14 +17,14 @@ from smcsample.lm.stream import LMStream
 CHUNK = 512
 """Tokens of a prompt that go through the model at once."""
 ROOMY = 1 << 30
-"""Bytes of keys and values that a run whose forwards are recorded may reserve at its start: growing drops the graphs."""
+"""Bytes of keys and values that a run with recorded forwards may reserve at its start, as growing drops the graphs."""
 
 
 class PagedStream(LMStream):
     """Each distinct prompt is prefilled once but for its last token; its particles share those pages.
 
-    Rows that have ended (`batch.ended`) are left out of every forward; their logits are zeros, which nobody reads. Where
-    forwards are recorded (`decoder.capture`) they stay along instead, without writing or attending to anything.
+    Rows that have ended (`batch.ended`) are left out of every forward; their logits are zeros, which nobody reads.
+    Where forwards are recorded (`decoder.capture`) they stay along instead, and neither write nor attend to anything.
     """
 
     def __init__(self, decoder: Decoder, name: str, vocab_size: int, batch: Batch) -> None:
