@@ -6,25 +6,24 @@ while recording, and memory that graphs share.
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import smcsample as smc
 from replays import recorded
-from smcsample.kernels.ops import write_kv
 from smcsample.lm import graphs, paged
 from smcsample.lm.attention import Forward
 from smcsample.lm.batch import Batch
-from smcsample.lm.graphs import Graphs
+from smcsample.lm.graphs import CudaCapture, Graphs
 from smcsample.lm.kv_pool import KVPool
 from smcsample.lm.paged import PagedStream
-from smcsample.lm.paging import Pages
 from smcsample.potentials import LM
 from smcsample.proposals import Draft
 from tiny_models import V, tiny
@@ -257,6 +256,77 @@ def test_a_model_that_cannot_be_recorded_says_so_once_and_runs() -> None:
         assert smc.sample([5, 6, 7], LM(lm), **options).token_ids == expected.token_ids
 
 
+class MadeUpGpu:
+    """The parts of `torch.cuda` that recording uses, noting what is done with them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.mode: int | str = 0
+        gpu = self
+
+        class Stream:
+            def __init__(self, name: str = "side") -> None:
+                self.name = name
+
+            def wait_stream(self, other: Stream) -> None:
+                gpu.log.append(f"{self.name} waits for {other.name}")
+
+        class Graph:
+            def replay(self) -> None:
+                gpu.log.append("replay")
+
+            def pool(self) -> int:
+                return id(self)
+
+        @contextmanager
+        def within(what: str) -> Iterator[None]:
+            gpu.log.append(f"{what} {{")
+            yield
+            gpu.log.append("}")
+
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("main"))
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: within(f"on {stream.name}"))
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: within(f"record, pool {pool}"))
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: gpu.mode)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(gpu, "mode", mode))
+
+
+def test_what_recording_asks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of calls, on a GPU that is made up: a warm-up on another stream that may not wait for the device, then
+    the recording, in the memory of a graph that is still alive."""
+    gpu = MadeUpGpu(monkeypatch)
+    capture, out = CudaCapture(), torch.ones(2)
+
+    def run() -> Tensor:
+        gpu.log.append(f"run, mode {gpu.mode}")
+        return out
+
+    first = capture(run)
+    warm_up = ["side waits for main", "on side {", "run, mode error", "run, mode error", "}", "main waits for side"]
+    assert gpu.log == [*warm_up, "record, pool None {", "run, mode 0", "}"]
+    assert first() is out
+    assert gpu.log[-1] == "replay"
+    second = capture(run)
+    (alive,) = {line for line in gpu.log if line.startswith("record") and "None" not in line}
+    assert second() is out
+    del first, second
+    gc.collect()
+    gpu.log.clear()
+    capture(run)
+    assert "record, pool None {" in gpu.log  # the memory that was shared went with the last graph
+    assert alive not in gpu.log
+
+    def waits() -> Tensor:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        capture(waits)
+    assert gpu.mode == 0
+    assert gpu.log[-1] != "}"  # and nothing was recorded
+
+
 def test_graphs_can_be_left_out() -> None:
     lm = tiny()
     assert lm.decoder.capture is None  # a CPU
@@ -265,116 +335,6 @@ def test_graphs_can_be_left_out() -> None:
     assert smc.load_model(lm, graphs=False).decoder.capture is None
     with pytest.raises(ValueError, match=r"graphs = True, but .* is on cpu"):
         smc.load_model((lm.model, lm.tokenizer), graphs=True)
-
-
-# --- Rows that are only along -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_rows_that_are_along_take_no_pages(seed: int) -> None:
-    """Random histories in which rows end: every row that goes on finds its own tokens, and nobody writes for others."""
-    generator = torch.Generator().manual_seed(seed)
-    pages, rows = Pages(4, 2), 5
-    pages.open(rows)
-    ended, everybody = torch.zeros(rows, dtype=torch.bool), torch.arange(rows)
-    keys: dict[int, int] = {}
-    told: list[list[int]] = [[] for _ in range(rows)]
-    fresh = 0
-    for _ in range(30):
-        steps = int(torch.randint(1, 6, (), generator=generator))
-        k_pool = torch.zeros(64, 4, 1, 1)
-        writes = pages.extend(everybody, steps, ~ended)
-        for a, b in zip(writes.copy_from.tolist(), writes.copy_to.tolist(), strict=True):
-            pages.slot_positions[b] = pages.slot_positions[a]
-            keys |= {4 * b + i: keys[4 * a + i] for i in range(4) if 4 * a + i in keys}
-        assert torch.equal(writes.slots < 0, ended[:, None].expand(-1, steps))
-        assert torch.equal(writes.positions < 0, writes.slots < 0)
-        going = (~ended).nonzero()[:, 0]
-        written = writes.slots[going].flatten().tolist()
-        assert len(set(written)) == len(written)
-        new = torch.zeros(rows, steps, 1, 1)
-        k_pool = torch.zeros(pages.capacity, 4, 1, 1)
-        write_kv(new, new, k_pool, k_pool.clone(), pages.slot_positions, writes.slots, writes.positions)
-        for row in going.tolist():
-            for slot in writes.slots[row].tolist():
-                keys[slot] = fresh
-                told[row].append(fresh)
-                fresh += 1
-        for row in going.tolist():
-            found = {}
-            for page in pages.tables[row].tolist():
-                held = pages.slot_positions[page].tolist() if page >= 0 else []
-                found |= {p: keys[4 * page + i] for i, p in enumerate(held) if p >= 0}
-            assert [found[p] for p in sorted(found)] == told[row]
-            assert sorted(found) == list(range(len(told[row]))) == list(range(int(pages.lengths[row])))
-        if fresh % 3 == 0:
-            ancestors = torch.randint(rows, (rows,), generator=generator)
-            ancestors = torch.where(ended, everybody, ancestors)
-            pages.select(ancestors)
-            ended, told = ended[ancestors], [list(told[i]) for i in ancestors.tolist()]
-        if fresh % 5 == 0 and int(ended.sum()) < rows - 1:
-            ended[int(torch.randint(rows, (), generator=generator))] = True
-
-
-def test_ended_rows_cost_no_memory() -> None:
-    pages, everybody = Pages(4, 4), torch.arange(3)
-    pages.open(3)
-    pages.extend(everybody, 4, torch.ones(3, dtype=torch.bool))
-    for _ in range(20):
-        pages.extend(everybody, 4, torch.tensor([False, True, False]))
-    assert pages.in_use == 3 + 20
-    assert pages.capacity < 40  # each row takes a page per round, and two of three come back
-
-
-class ReadsBack(TorchDispatchMode):
-    """Notes operations whose result the host must wait for on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        waits = name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal")
-        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-            waits = any(i is not None and i.dtype == torch.bool and i.ndim > 0 for i in args[1])
-        if name == "repeat_interleave" and (kwargs or {}).get("output_size") is None:
-            waits = True
-        self.seen += [name] if waits else []
-        return func(*args, **kwargs or {})
-
-
-def test_draft_steps_wait_for_nothing() -> None:
-    """A round of single tokens, with rows that have ended, after a resampling, from the tables to the logits; one wait
-    at the round's end, for the check that logits are finite."""
-    lm = with_graphs()
-    source = smc.Source(0, 2, 3)
-    batch = Batch([[5, 6, 7, 8], [9, 3]], source, torch.tensor([0]), 40, page_size=4)
-    stream = batch.stream(lm)
-    assert isinstance(stream, PagedStream)
-
-    class Zeros(Graphs):
-        def forward(self, tokens: Tensor, step: Forward, keep: int) -> Tensor:
-            return torch.zeros(len(tokens), keep, V)
-
-    stream.graphs = Zeros(lm.decoder)
-    batch.ended = torch.arange(6) == 2
-    position = 0
-    for steps in (1, 2, 1, 1):  # three of four slots filled, then a resampling, then a round
-        with ReadsBack() as reads:
-            stream.observe(batch.block(torch.full((6, steps), 3), position))
-            stream.ensure(position + steps, position + steps)
-        assert reads.seen == []
-        position += steps
-        if position == 3:
-            with ReadsBack() as reads:
-                stream.check()
-                batch.select(torch.tensor([0, 0, 2, 3, 5, 5]))
-            assert reads.seen == ["_local_scalar_dense"]
-    with ReadsBack() as reads:
-        int(torch.ones(2).sum()), torch.ones(2)[torch.ones(2) > 0], torch.ones(2).nonzero()
-        torch.repeat_interleave(torch.arange(2), torch.arange(2))
-    assert reads.seen == ["_local_scalar_dense", "index", "nonzero", "repeat_interleave"]
 
 
 def test_logits_that_are_not_finite_are_named_though_found_late() -> None:
