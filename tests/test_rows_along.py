@@ -20,9 +20,11 @@ from smcsample.lm.paging import Pages
 from tiny_models import V, tiny
 
 
+@pytest.mark.parametrize("along", [True, False])
 @pytest.mark.parametrize("seed", range(8))
-def test_rows_that_are_along_take_no_pages(seed: int) -> None:
-    """Random histories in which rows end: every row that goes on finds its own tokens, and nobody writes for others."""
+def test_rows_that_have_ended_change_nothing_for_others(seed: int, along: bool) -> None:
+    """Random histories in which rows end and stay along, or are left out: every row that goes on finds its own tokens,
+    and nobody writes for others."""
     generator = torch.Generator().manual_seed(seed)
     pages, rows = Pages(4, 2), 5
     pages.open(rows)
@@ -32,20 +34,23 @@ def test_rows_that_are_along_take_no_pages(seed: int) -> None:
     fresh = 0
     for _ in range(30):
         steps = int(torch.randint(1, 6, (), generator=generator))
-        writes = pages.extend(everybody, steps, ~ended)
+        going = (~ended).nonzero()[:, 0]
+        if len(going) == 0:
+            break
+        writes = pages.extend(everybody, steps, ~ended) if along else pages.extend(going, steps)
         for a, b in zip(writes.copy_from.tolist(), writes.copy_to.tolist(), strict=True):
             pages.slot_positions[b] = pages.slot_positions[a]
             keys |= {4 * b + i: keys[4 * a + i] for i in range(4) if 4 * a + i in keys}
-        assert torch.equal(writes.slots < 0, ended[:, None].expand(-1, steps))
+        idle = ended if along else ended[going]
+        assert torch.equal(writes.slots < 0, idle[:, None].expand(-1, steps))
         assert torch.equal(writes.positions < 0, writes.slots < 0)
-        going = (~ended).nonzero()[:, 0]
-        written = writes.slots[going].flatten().tolist()
-        assert len(set(written)) == len(written)
-        new = torch.zeros(rows, steps, 1, 1)
+        written = writes.slots[~idle]
+        assert len(written.unique()) == written.numel()
+        new = torch.zeros(len(idle), steps, 1, 1)
         k_pool = torch.zeros(pages.capacity, 4, 1, 1)
         write_kv(new, new, k_pool, k_pool.clone(), pages.slot_positions, writes.slots, writes.positions)
-        for row in going.tolist():
-            for slot in writes.slots[row].tolist():
+        for row, slots in zip(going.tolist(), written.tolist(), strict=True):
+            for slot in slots:
                 keys[slot] = fresh
                 told[row].append(fresh)
                 fresh += 1

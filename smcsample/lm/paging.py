@@ -163,10 +163,11 @@ class Pages:
         size, none = self.page_size, rows[:0]
         if self._offset == 0:
             return none, none
-        if going is not None and self._offset is not None and 2 * self._offset >= size:
-            self.seal()  # who shares is not worth waiting for the device
-            return none, none
-        self._offset = None
+        if self._offset is not None and 2 * self._offset >= size:
+            if going is not None:
+                self.seal()  # who shares is not worth waiting for the device
+                return none, none
+            self._offset = None  # only who shares leaves
         everybody = torch.arange(len(self.tables), device=rows.device)
         inside = everybody[self.cursor % size > 0]
         if going is not None:
