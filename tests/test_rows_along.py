@@ -81,6 +81,17 @@ def test_ended_rows_cost_no_memory() -> None:
     assert pages.capacity < 40  # each row takes a page per round, and two of three come back
 
 
+def test_ended_rows_are_given_no_copies() -> None:
+    """Three rows of one page, of which one goes on: it moves to a copy, and the others stay."""
+    pages, everybody = Pages(4, 4), torch.arange(3)
+    pages.open(3)
+    pages.extend(everybody, 1, torch.ones(3, dtype=torch.bool))
+    pages.select(torch.zeros(3, dtype=torch.long))
+    pages.extend(everybody, 1, torch.tensor([False, True, False]))
+    assert pages.copied == 1
+    assert pages.tables[0, 0] == pages.tables[2, 0] != pages.tables[1, 0]
+
+
 class ReadsBack(TorchDispatchMode):
     """Notes operations whose result the host must wait for on a GPU."""
 
