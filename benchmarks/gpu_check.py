@@ -1,11 +1,12 @@
-"""On a machine with a CUDA GPU: run the kernel tests natively, then time each kernel against what it could reach.
+"""On a machine with a CUDA GPU: run the tests of kernels and engine natively, time each kernel against what it could
+reach, then time whole runs (`gpu_engine.py`).
 
     make gpu-check [ARGS="--minutes 6 --out FOLDER --no-tests"]
 
 Needs the repository and installed packages only. Times are medians over bursts of calls that are enqueued while the GPU
 is still busy with something else, so that they hold no launch overhead of the host; every call of a burst has input of
 its own, so that none is in the cache. The bound of a kernel is the bytes it must move over the measured bandwidth of a
-copy. Exit status: 1 if a test fails or a kernel raises, 2 without a GPU.
+copy. Exit status: 1 if a test fails, a kernel raises or a run fails, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ COPY = 1 << 30  # bytes copied to measure the bandwidth
 DELAY_WIDTH = 8192  # of the matrices whose product is the delay
 DELAY = 0.01  # seconds
 LONGEST_DELAY = 0.2  # if the host needs more than this to enqueue a burst, its time counts
+TESTS, RUNS = 0.5, 0.35  # parts of the time, at most for the tests and at least for whole runs
+GRACE = 20  # seconds that whole runs may take to stop by themselves
 
 
 # --- Tests ------------------------------------------------------------------------------------------------------------
@@ -63,29 +66,46 @@ def run_tests(files: Sequence[Path], limit: float) -> list[FileRun]:
     """Each file in a process of its own, all at once: most of the time goes into compiling kernels for this GPU."""
 
     def one(file: Path) -> FileRun:
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", str(file)]
-        start = time.monotonic()
-        with tempfile.TemporaryFile("w+") as output:
-            child = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                status: int | str = child.wait(limit)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-                status = "timeout"
-            output.seek(0)
-            return FileRun(file.name, status, round(time.monotonic() - start, 1), output.read()[-6000:])
+        return run_file(file, ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", str(file)], limit)
 
     with ThreadPoolExecutor(max(1, len(files))) as pool:
         return list(pool.map(one, files))
+
+
+def run_file(file: Path, arguments: Sequence[str], limit: float) -> FileRun:
+    """Python with these arguments, in a process of its own that is killed after `limit` seconds."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status: int | str = child.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            status = "timeout"
+        output.seek(0)
+        return FileRun(file.name, status, round(time.monotonic() - start, 1), output.read()[-6000:])
+
+
+# --- Whole runs -------------------------------------------------------------------------------------------------------
+
+
+def run_engine(seconds: float, arguments: Sequence[str] = ()) -> tuple[FileRun, dict[str, Any]]:
+    """`gpu_engine.py` within that time, and what it measured: also if it had to be killed."""
+    script = ROOT / "benchmarks" / "gpu_engine.py"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "engine.json"
+        options = ["--seconds", str(seconds - GRACE), "--out", str(out), *arguments]
+        run = run_file(script, [str(script), *options], seconds)
+        return run, json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
 
 
 # --- Times ------------------------------------------------------------------------------------------------------------
@@ -219,7 +239,12 @@ def rich_table(timings: Sequence[Timing]) -> Table:
     return table
 
 
-def markdown(facts: dict[str, Any], tests: Sequence[FileRun], timings: Sequence[Timing]) -> str:
+def markdown(
+    facts: dict[str, Any],
+    tests: Sequence[FileRun],
+    timings: Sequence[Timing],
+    engine: tuple[FileRun, dict[str, Any]] | None,
+) -> str:
     lines = [f"# gpu-check on {facts['card']}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
     if tests:
         lines += ["| tests | pytest status | s | |", "|---|---|---|---|"]
@@ -234,6 +259,9 @@ def markdown(facts: dict[str, Any], tests: Sequence[FileRun], timings: Sequence[
         "on the GPU, inputs not in its cache; with *, the host was slower than the GPU or waited for it. host: time to "
         f"enqueue the kernel. A fill of one element takes {facts['smallest kernel, µs']} µs, which no bound includes.",
     ]
+    if engine is not None:
+        lines += ["", "Whole runs (benchmarks/gpu_engine.py says what the numbers mean):", "", "```"]
+        lines += [engine[0].output.strip(), "```"]
     failures = [f"- {t.name} {t.shape}: {t.error}" for t in timings if t.error]
     lines += ["", "Failures:", "", *failures] if failures else []
     for t in (t for t in tests if t.status != 0):
@@ -246,15 +274,21 @@ def last_line(text: str) -> str:
     return lines[-1].strip("= ").replace("|", "/") if lines else ""
 
 
-def write_report(out: Path, facts: dict[str, Any], tests: Sequence[FileRun], timings: Sequence[Timing]) -> Path:
+def write_report(
+    out: Path,
+    facts: dict[str, Any],
+    tests: Sequence[FileRun],
+    timings: Sequence[Timing],
+    engine: tuple[FileRun, dict[str, Any]] | None,
+) -> Path:
     """Markdown and JSON, named after the card; returns the path of the Markdown."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"gpu_check_{re.sub('[^a-z0-9]+', '_', facts['card'].lower()).strip('_')}.md"
-    path.write_text(markdown(facts, tests, timings), encoding="utf-8")
+    path.write_text(markdown(facts, tests, timings, engine), encoding="utf-8")
     rows = [asdict(t) for t in timings]
     for row in rows:
         row |= {key: None for key, value in row.items() if isinstance(value, float) and math.isnan(value)}
-    report = {**facts, "tests": [asdict(t) for t in tests], "timings": rows}
+    report = {**facts, "tests": [asdict(t) for t in tests], "timings": rows, "engine": engine[1] if engine else {}}
     path.with_suffix(".json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
 
@@ -277,9 +311,10 @@ def facts_of_this_machine() -> dict[str, Any]:
 def main(
     minutes: Annotated[float, typer.Option(help="Time for everything; what it does not reach is left out.")] = 6.0,
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = ROOT / "benchmarks" / "results",
-    tests: Annotated[bool, typer.Option(help="Run the kernel tests before the timing.")] = True,
+    tests: Annotated[bool, typer.Option(help="Run the tests before the timing.")] = True,
+    engine: Annotated[bool, typer.Option(help="Time whole runs after the kernels.")] = True,
 ) -> None:
-    """Run the kernel tests on this machine's GPU, time the kernels, and write both down."""
+    """Run the tests on this machine's GPU, time the kernels and whole runs, and write it all down."""
     if not torch.cuda.is_available():
         print("gpu-check needs a CUDA GPU, and PyTorch sees none here", file=sys.stderr)
         raise typer.Exit(2)
@@ -289,7 +324,7 @@ def main(
     facts = facts_of_this_machine()
 
     files = [f for f in sorted((ROOT / "tests" / "kernels").glob("test_*.py")) if f.name not in NO_GPU_NEEDED]
-    runs = run_tests(files, 0.65 * 60 * minutes) if tests else []
+    runs = run_tests(files, TESTS * 60 * minutes) if tests else []
     for run in runs:
         console.print(f"{run.file}: status {run.status}, {run.seconds} s, {last_line(run.output)}", markup=False)
 
@@ -298,17 +333,26 @@ def main(
     facts["copy bandwidth, GB/s"] = round(bandwidth / 1e9)
     facts["smallest kernel, µs"] = round(stopwatch.time(torch.empty(1, device=DEVICE).zero_, [()])[0], 2)
     cases, timings = all_cases(SIZES), []
+    reserved = 15 + (RUNS * 60 * minutes if engine else 0)  # one more case, and the report
     for case in cases:
-        if time.monotonic() > deadline - 15:  # one more case, and the report
+        if time.monotonic() > deadline - reserved:
             break
         timings.append(time_case(case, stopwatch, bandwidth))
         torch.cuda.empty_cache() if timings[-1].error else None
     facts["cases timed"] = f"{len(timings)} of {len(cases)}"
 
-    path = write_report(out, facts, runs, timings)
+    del stopwatch
+    torch.cuda.empty_cache()
+    left = deadline - time.monotonic() - 5
+    whole = run_engine(left) if engine and left > 2 * GRACE else None
+    if whole is not None:
+        console.print(whole[0].output.strip(), markup=False, soft_wrap=True)
+
+    path = write_report(out, facts, runs, timings, whole)
     console.print(rich_table(timings))
     failed = [f"{r.file}: {r.status}" for r in runs if r.status != 0]
     failed += [f"{t.name} {t.shape}: {t.error}" for t in timings if t.error]
+    failed += [f"{whole[0].file}: {whole[0].status}"] if whole is not None and whole[0].status != 0 else []
     for line in failed:
         console.print(f"FAILED {line}", style="red", markup=False)
     console.print(f"{facts['cases timed']} cases timed; written to {path}", markup=False)

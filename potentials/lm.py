@@ -77,7 +77,10 @@ class LMScorer(Scorer):
             self.stream.ensure(block.start, block.stop)
         self.position = block.stop
         laws = [self.stream.law(position, self.law) for position in range(block.start, block.stop)]
+        self.stream.check()
         return torch.stack([law.log_prob(ids) for law, ids in zip(laws, block.ids.unbind(1), strict=True)], dim=1)
 
     def next_logits(self) -> Float[Tensor, "row vocab"]:
-        return self.stream.law(self.position, self.law).log_probs()
+        law = self.stream.law(self.position, self.law)
+        self.stream.check()
+        return law.log_probs()

@@ -104,6 +104,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     name: str | None = None,
     pack: bool | None = None,
+    graphs: bool | None = None,
     **kwargs: Any,
 ) -> CausalLM:
     """Load a causal language model.
@@ -117,6 +118,8 @@ def load_model(
         pack: put the weights of linear layers into the layout that a CPU multiplies fastest (see
             `smcsample.lm.packed`): for inference only, and such a model can't be saved. Default: on a CPU, for a model
             that is loaded here; one that is given already loaded is left as it is.
+        graphs: replay the model's decoding steps as CUDA graphs (see `smcsample.lm.graphs`); hooks on its modules then
+            do not run. Default: on a GPU.
         kwargs: passed to `AutoModelForCausalLM.from_pretrained` (`revision=`, `token=`, …).
 
     Raises:
@@ -124,8 +127,25 @@ def load_model(
         FileNotFoundError: a path that does not exist.
         ImportError: a GGUF file without the packages that read it.
         ValueError: a model whose rows can't be followed (see `CausalLM`), a CUDA device that is not there,
-            `pack=True` where it does not help.
+            `pack=True` where it does not help, `graphs=True` without a GPU.
     """
+    lm = _load(source, device=device, dtype=dtype, name=name, pack=pack, **kwargs)
+    if graphs and lm.device.type != "cuda":
+        raise ValueError(f"graphs = True, but {lm.name} is on {lm.device}, and CUDA graphs need a GPU; leave it out")
+    if graphs is False:
+        lm.decoder.capture = None
+    return lm
+
+
+def _load(
+    source: str | os.PathLike[str] | tuple[Any, Any] | list[Any] | CausalLM,
+    *,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    name: str | None,
+    pack: bool | None,
+    **kwargs: Any,
+) -> CausalLM:
     if isinstance(source, CausalLM):
         return source
     if isinstance(source, (tuple, list)) and len(source) == 2 and hasattr(source[0], "forward"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from smcsample.lm.attention import Forward, Own, Part, Plan, attending_to_pages, by_plan, register
+from smcsample.lm.graphs import Capture, CudaCapture
 from smcsample.lm.kv_pool import PagePool
 from smcsample.lm.paging import Pages
 
@@ -23,6 +25,8 @@ activations are rounded too, is off by .002; attention that is not understood by
 
 class Decoder:
     """Forwards of a model whose layers attend to pages. `bytes_per_token`: of keys and values.
+
+    `capture`: what records its forwards (see `smcsample.lm.graphs`), on a GPU; None: nothing does.
 
     The model is tried on seven tokens at once, so that one that can't be followed is refused before it does any work.
 
@@ -40,14 +44,26 @@ class Decoder:
         configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
         self._configs = list(configs.values())
         self.bytes_per_token = self._compare()
+        self.capture: Capture | None = CudaCapture() if model.device.type == "cuda" else None
 
     def forward(self, tokens: Int[Tensor, "row step"], step: Forward, keep: int) -> Float[Tensor, "row kept vocab"]:
         """Logits after each of the last `keep` tokens."""
         few = {"logits_to_keep": keep} if self._keeps_few else {}
-        positions = step.positions.long()
+        positions = step.positions.clamp(min=0).long()  # a row that is only along is at −1, where no embedding is
         with torch.inference_mode(), attending_to_pages(self._configs):
             out = self.model(input_ids=tokens, position_ids=positions, smcsample_forward=step, use_cache=False, **few)
         return out.logits[:, -keep:]
+
+    def give_up_capture(self, error: Exception) -> None:
+        """Run without recording from here on, and say why."""
+        self.capture = None
+        reason = str(error).strip().partition("\n")[0]
+        warnings.warn(
+            f"{self._name} can't be recorded as a CUDA graph ({type(error).__name__}: {reason}), so every launch of it "
+            "costs the host's time; load_model(…, graphs=False) says that this is known",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _refuse_by_structure(self, parameters: Any) -> None:
         config = self.model.config

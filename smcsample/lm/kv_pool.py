@@ -48,9 +48,14 @@ class PagePool:
         return int(self._named().sum())
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Every pool there is. Growing replaces them all."""
+        return [pool for pools in self.layers.values() for pool in pools]
+
+    @property
     def bytes_per_page(self) -> int:
         """Bytes of one page over all layers that have written."""
-        return sum(pool[0].numel() * pool.element_size() for pools in self.layers.values() for pool in pools)
+        return sum(pool[0].numel() * pool.element_size() for pool in self.tensors)
 
     def take(self, n: int) -> Int[Tensor, " page"]:
         """`n` free pages, marked as holding nothing. The tables must name them before more are taken."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -11,18 +9,22 @@ from torch import Tensor
 from smcsample.lm.attention import Forward, Own, Part, Plan, by_plan
 from smcsample.lm.batch import Batch
 from smcsample.lm.decoder import Decoder
+from smcsample.lm.graphs import Graphs
 from smcsample.lm.kv_pool import PagePool
-from smcsample.lm.paging import Pages
+from smcsample.lm.paging import Pages, Writes
 from smcsample.lm.stream import LMStream
 
 CHUNK = 512
 """Tokens of a prompt that go through the model at once."""
+ROOMY = 1 << 30
+"""Bytes of keys and values that a run with recorded forwards may reserve at its start, as growing drops the graphs."""
 
 
 class PagedStream(LMStream):
     """Each distinct prompt is prefilled once but for its last token; its particles share those pages.
 
     Rows that have ended (`batch.ended`) are left out of every forward; their logits are zeros, which nobody reads.
+    Where forwards are recorded (`decoder.capture`) they stay along instead, and neither write nor attend to anything.
     """
 
     def __init__(self, decoder: Decoder, name: str, vocab_size: int, batch: Batch) -> None:
@@ -30,11 +32,17 @@ class PagedStream(LMStream):
         last = torch.tensor([prompt[-1] for prompt in batch.prompts], device=device)
         super().__init__(name, batch, last.repeat_interleave(batch.n_particles))
         self._decoder, self._vocab_size = decoder, vocab_size
+        self.graphs = None if decoder.capture is None else Graphs(decoder)
+        self._by_parts = self.graphs is None and by_plan(last)
         distinct = {tuple(prompt[:-1]): None for prompt in batch.prompts}
         order = {prompt: i for i, prompt in enumerate(distinct)}
         if decoder not in batch.pools:
             prompt_pages = sum(-(-len(prompt) // batch.page_size) for prompt in distinct)
-            batch.pools[decoder] = PagePool(batch.page_size, prompt_pages + 2 * batch.n_rows, device)
+            room = 2 * batch.n_rows
+            if self.graphs is not None:
+                longest = batch.n_rows * (batch.max_new_tokens // batch.page_size + 2)
+                room = max(room, min(longest, ROOMY // (decoder.bytes_per_token * batch.page_size)))
+            batch.pools[decoder] = PagePool(batch.page_size, prompt_pages + room, device)
         self.pages = Pages(batch.pools[decoder])
         self._top = max(map(len, distinct))
         self._shared: list[list[slice | Tensor]] | None = None
@@ -53,30 +61,45 @@ class PagedStream(LMStream):
             earlier = self._slots_of(row)
             writes = self.pages.extend(only, chunk.shape[1])
             parts = [Part(slice(0, 1), earlier)] if start > 0 else []
-            plan = Plan(parts, Own(writes.slots, None, causal=True)) if by_plan(ids) else None
-            self._run(only, chunk, writes, plan, keep=1)
+            plan = Plan(parts, Own(writes.slots, None, causal=True)) if self._by_parts else None
+            self._run(self._decoder, only, chunk, writes, plan, keep=1)
 
     def _forward(self, tokens: Int[Tensor, "row step"], keep: int) -> Float[Tensor, "row kept vocab"]:
-        rows = (~self._batch.ended).nonzero()[:, 0]
+        going = ~self._batch.ended
         steps = tokens.shape[1]
+        if self.graphs is not None:
+            writes = self._extend(torch.arange(len(tokens), device=tokens.device), steps, going)
+            return self._run(self.graphs, slice(None), tokens, writes, None, keep)
+        rows = going.nonzero()[:, 0]
         if len(rows) == 0:
             return torch.zeros(len(tokens), keep, self._vocab_size, device=tokens.device)
-        if by_plan(tokens) and self._shared is None:
+        if self._by_parts and self._shared is None:
             self._find_shared()
-        writes = self.pages.extend(rows, steps)
-        self._top += steps
-        plan = self._plan(rows, writes.positions) if by_plan(tokens) else None
-        logits = self._run(rows, tokens[rows], writes, plan, keep)
+        writes = self._extend(rows, steps, None)
+        plan = self._plan(rows, writes.positions) if self._by_parts else None
+        logits = self._run(self._decoder, rows, tokens[rows], writes, plan, keep)
         if len(rows) == len(tokens):
             return logits
         spread = logits.new_zeros(len(tokens), *logits.shape[1:])
         spread[rows] = logits
         return spread
 
-    def _run(self, rows: Tensor, tokens: Tensor, writes: Any, plan: Plan | None, keep: int) -> Tensor:
+    def _extend(self, rows: Tensor, steps: int, going: Tensor | None) -> Writes:
+        self._top += steps
+        return self.pages.extend(rows, steps, going)
+
+    def _run(
+        self,
+        runner: Decoder | Graphs,
+        rows: Tensor | slice,
+        tokens: Tensor,
+        writes: Writes,
+        plan: Plan | None,
+        keep: int,
+    ) -> Tensor:
         tables = self.pages.tables[rows]
         forward = Forward(self.pages.pool, writes.slots, writes.positions, tables, self._top, plan)
-        return self._decoder.forward(tokens, forward, keep)[..., : self._vocab_size]
+        return runner.forward(tokens, forward, keep)[..., : self._vocab_size]
 
     def _select(self, ancestors: Int[Tensor, " kept"]) -> None:
         self.pages.select(ancestors)

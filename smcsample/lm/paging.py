@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from smcsample.kernels.ops import gather_tables
@@ -42,6 +42,10 @@ class Pages:
         self.page_size = pool.page_size
         self.copied = 0
         self._forked = False
+        # What the host knows without asking the device: the offset of every cursor in its page (None: they differ),
+        # and a column that none is beyond.
+        self._offset: int | None = 0
+        self._columns = 0
         self.open(0)
         pool.users.append(self)
 
@@ -56,30 +60,62 @@ class Pages:
         self.tables = torch.zeros(rows, 0, dtype=torch.int32, device=device)
         self.cursor = torch.zeros(rows, dtype=torch.int64, device=device)
         self.lengths = self.cursor.clone()
+        self._offset, self._columns = 0, 0
 
     def seal(self) -> None:
         """What comes next starts on a page of its own."""
         self.cursor = -(-self.cursor // self.page_size) * self.page_size
+        self._offset = 0
 
-    def extend(self, rows: Int[Tensor, " writing"], steps: int) -> Writes:
-        """Room for `steps` more tokens in these rows. The others must not write before the next `select`."""
+    def extend(
+        self, rows: Int[Tensor, " writing"], steps: int, going: Bool[Tensor, " writing"] | None = None
+    ) -> Writes:
+        """Room for `steps` more tokens in these rows. The others must not write before the next `select`.
+
+        With `going`, only the rows where it is true get any; the others are along so that shapes stay the same, with
+        slots and positions of −1, and `slot_positions` is left to `write_kv`. As long as rounds fill pages, or all rows
+        may move on together to fresh ones, the host then asks the device for nothing.
+        """
         if self._forked:
-            self._leave_shared(rows)
+            self._leave_shared(rows, going)
         size, cursor = self.page_size, self.cursor[rows]
         first, stop = -(-cursor // size), -(-(cursor + steps) // size)  # the columns of the pages to open
-        opened = stop - first
-        self._widen(int(stop.max()))
-        total = int(opened.sum())
-        if total > 0:
-            row = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), opened)
-            nth = torch.arange(total, device=rows.device) - (opened.cumsum(0) - opened)[row]
-            self.tables[rows[row], first[row] + nth] = self.pool.take(total).int()
+        row, nth = self._openings(first, stop, steps)
+        if len(row) > 0:
+            pages = self.pool.take(len(row)).int()
+            if going is not None:  # pages that nobody names are free again at the next sweep
+                pages = pages.masked_fill(~going[row], -1)
+            self.tables[rows[row], first[row] + nth] = pages
         along = cursor[:, None] + torch.arange(steps, device=rows.device)
         slots = self.tables[rows[:, None], along // size].long() * size + along % size
         positions = (self.lengths[rows, None] + torch.arange(steps, device=rows.device)).int()
-        self.pool.slot_positions.view(-1)[slots] = positions
-        self.cursor[rows], self.lengths[rows] = cursor + steps, self.lengths[rows] + steps
+        grown: int | Tensor = steps
+        if going is None:
+            self.pool.slot_positions.view(-1)[slots] = positions
+        else:
+            slots, positions = (x.masked_fill(~going[:, None], -1) for x in (slots, positions))
+            grown = steps * going
+        self.cursor[rows], self.lengths[rows] = cursor + steps, self.lengths[rows] + grown
+        everybody = len(rows) == len(self.tables)
+        self._offset = (self._offset + steps) % size if everybody and self._offset is not None else None
         return Writes(slots, positions)
+
+    def _openings(self, first: Int[Tensor, " row"], stop: Int[Tensor, " row"], steps: int) -> tuple[Tensor, Tensor]:
+        """Which row opens its n-th page, for every page to open: (row, n). Makes the tables wide enough."""
+        if self._offset is not None:
+            each = -(-(self._offset + steps) // self.page_size) - -(-self._offset // self.page_size)
+            self._columns += each
+            rows = torch.arange(len(first), device=first.device)
+            row, nth = rows.repeat_interleave(each), torch.arange(each, device=first.device).repeat(len(first))
+        else:
+            opened = stop - first
+            last, total = torch.stack([stop.max(), opened.sum()]).tolist()
+            self._columns = max(self._columns, last)
+            rows = torch.arange(len(first), device=first.device)
+            row = torch.repeat_interleave(rows, opened, output_size=total)
+            nth = torch.arange(total, device=first.device) - (opened.cumsum(0) - opened)[row]
+        self._widen(self._columns)
+        return row, nth
 
     def select(self, ancestors: Int[Tensor, " kept"]) -> None:
         """Row i becomes row `ancestors[i]`: pointers move, nothing else."""
@@ -101,13 +137,24 @@ class Pages:
         empty = columns >= -(-start // size)[:, None]
         self.tables[rows] = self.tables[rows].masked_fill(empty, -1)
         self.cursor[rows], self.lengths[rows] = start, self.lengths[rows] - drop
+        self._offset = None
 
-    def _leave_shared(self, rows: Int[Tensor, " writing"]) -> None:
+    def _leave_shared(self, rows: Int[Tensor, " writing"], going: Bool[Tensor, " writing"] | None) -> None:
         """Let no row write into a page that another row names: it moves on, or works on a copy. Rows of one page were
         one row at the last `select`, so they have filled it equally far."""
         self._forked = False
-        size, everybody = self.page_size, torch.arange(len(self.tables), device=rows.device)
+        size = self.page_size
+        if self._offset == 0:
+            return
+        if self._offset is not None and 2 * self._offset >= size:
+            if going is not None:
+                self.seal()  # who shares is not worth waiting for the device
+                return
+            self._offset = None  # only who shares leaves
+        everybody = torch.arange(len(self.tables), device=rows.device)
         inside = everybody[self.cursor % size > 0]
+        if going is not None:
+            rows, inside = rows[going], inside[self.tables[inside, self.cursor[inside] // size] >= 0]
         column, offset = self.cursor[inside] // size, self.cursor[inside] % size
         page = self.tables[inside, column].long()
         shared = torch.bincount(page, minlength=self.pool.capacity)[page] > 1

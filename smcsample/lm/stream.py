@@ -70,6 +70,7 @@ class LMStream(ABC):
         self._waiting = [last_prompt_tokens]
         self._known = 0
         self._logits: dict[int, Tensor] = {}
+        self._tops: dict[int, Tensor] = {}
         self._laws: dict[tuple[int, TokenLaw], NextToken] = {}
         self.forwards = 0
         """Model forwards so far (a prefill of the prompts not counted)."""
@@ -114,19 +115,35 @@ class LMStream(ABC):
             self.positions += feed
             for offset in range(keep):
                 position = last - keep + 1 + offset
-                self._logits[position] = self._checked(logits[:, offset], position)
+                self._logits[position] = logits[:, offset]
+                self._tops[position] = logits[:, offset].amax(dim=-1)
 
     def has(self, first: int, last: int) -> bool:
         """True if no forward is needed for positions `first` … `last`."""
         return all(position in self._logits for position in range(first, last + 1))
 
+    def check(self) -> None:
+        """Raise FloatingPointError if logits since the last check are not finite. Call it before using what was drawn
+        from them or computed of them: once for many positions, as on a GPU it waits for them all."""
+        tops, self._tops = self._tops, {}
+        if tops and not bool(torch.isfinite(torch.stack(list(tops.values()))).all()):
+            position, top = next((p, top) for p, top in tops.items() if not bool(torch.isfinite(top).all()))
+            row = int((~torch.isfinite(top)).nonzero()[0])
+            where = f"{self._batch.name_row(row)} at position {position}"
+            raise FloatingPointError(
+                f"model {self.name} gave logits of maximum {top[row].item()} for {where}; they must be finite "
+                "(NaN often means an overflow in float16: try dtype=torch.bfloat16)"
+            )
+
     def forget(self, before: int) -> None:
         """Drop the laws of positions `< before`: the tokens there are committed and weighted."""
+        self.check()
         self._logits = {t: logits for t, logits in self._logits.items() if t >= before}
         self._laws = {key: law for key, law in self._laws.items() if key[0] >= before}
 
     def select(self, ancestors: Int[Tensor, " kept"]) -> None:
         """Rows become copies of their ancestors. Called by the batch, once for all users of the stream."""
+        self.check()
         self._waiting = [tokens[ancestors] for tokens in self._waiting]
         self._logits = {t: logits[ancestors] for t, logits in self._logits.items()}
         self._laws = {}
@@ -134,15 +151,4 @@ class LMStream(ABC):
 
     def release(self) -> None:
         """Give back what the stream holds; it is not used again."""
-        self._waiting, self._logits, self._laws = [], {}, {}
-
-    def _checked(self, logits: Float[Tensor, "row vocab"], position: int) -> Float[Tensor, "row vocab"]:
-        top = logits.amax(dim=-1)
-        if not bool(torch.isfinite(top).all()):
-            row = int((~torch.isfinite(top)).nonzero()[0])
-            where = f"{self._batch.name_row(row)} at position {position}"
-            raise FloatingPointError(
-                f"model {self.name} gave logits of maximum {top[row].item()} for {where}; they must be finite "
-                "(NaN often means an overflow in float16: try dtype=torch.bfloat16)"
-            )
-        return logits
+        self._waiting, self._logits, self._tops, self._laws = [], {}, {}, {}

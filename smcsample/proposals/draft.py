@@ -87,6 +87,7 @@ class DraftDrafter(Drafter):
             log_q.append(law.log_prob(tokens))
             going = going & ~torch.isin(tokens, self.batch.eos_ids)
             self.stream.observe(self.batch.block(tokens[:, None], position))
+        self.stream.check()
         self.position = start + k
         return self.batch.block(torch.stack(ids, dim=1), start), torch.stack(log_q, dim=1)
 

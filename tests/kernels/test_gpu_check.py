@@ -112,6 +112,8 @@ def made_up_gpu(gpu_check, monkeypatch) -> None:
     for name, value in {"DEVICE": "cpu", "DELAY_WIDTH": 8, "COPY": 1000, "CALLS": 2, "BURSTS": 1}.items():
         monkeypatch.setattr(gpu_check, name, value)
     monkeypatch.setattr(gpu_check, "SIZES", small(gpu_check))
+    engine = gpu_check.FileRun("gpu_engine.py", 0, 2.5, "runs: 7 tokens/s\n")
+    monkeypatch.setattr(gpu_check, "run_engine", lambda seconds: (engine, {"results": [seconds]}))
 
 
 def table_widths(text: str) -> set[int]:
@@ -129,6 +131,7 @@ def test_report(gpu_check, monkeypatch, tmp_path, capsys):
     cases = gpu_check.all_cases(small(gpu_check))
     assert len(report["timings"]) == len(cases)
     assert report["copy bandwidth, GB/s"] == 0  # 2·1000 bytes in 1 ms/2
+    assert 60 < report["engine"]["results"][0] < 360  # the time that is left
     row = report["timings"][0]
     assert row["bound_us"] == pytest.approx(cases[0].moved / 4)
     assert row["kernel_us"] == row["chain_us"] == 500
@@ -137,6 +140,7 @@ def test_report(gpu_check, monkeypatch, tmp_path, capsys):
     assert table_widths(text) == {len(gpu_check.COLUMNS)}
     assert "| test_x.py | 0 | 1.5 | 4 passed in 1.0s |" in text
     assert "Failures" not in text
+    assert "```\nruns: 7 tokens/s\n```" in text
     assert f"{len(cases)} of {len(cases)} cases timed" in capsys.readouterr().out
 
 
@@ -149,11 +153,14 @@ def test_failures_are_loud_and_the_table_is_written(gpu_check, monkeypatch, tmp_
     monkeypatch.setattr(gpu_check, "all_cases", lambda sizes: [first._replace(kernel=broken), second])
     runs = [gpu_check.FileRun("test_x.py", 1, 1.5, "E  assert 1 == 2\n=== 1 failed in 1.0s ===\n")]
     monkeypatch.setattr(gpu_check, "run_tests", lambda files, limit: runs)
+    engine = gpu_check.FileRun("gpu_engine.py", "timeout", 2.5, "")
+    monkeypatch.setattr(gpu_check, "run_engine", lambda seconds: (engine, {}))
     with pytest.raises(typer.Exit) as exit_:
         gpu_check.main(minutes=6, out=tmp_path)
     assert exit_.value.exit_code == 1
     printed = capsys.readouterr().out
     assert "FAILED test_x.py: 1" in printed
+    assert "FAILED gpu_engine.py: timeout" in printed
     assert "FAILED draw_tokens R=2 V=70 plain: RuntimeError" in printed
     text = (tmp_path / "gpu_check_nvidia_toy_1_2.md").read_text(encoding="utf-8")
     assert "assert 1 == 2" in text
@@ -169,6 +176,7 @@ def test_no_time_left(gpu_check, monkeypatch, tmp_path):
     text = (tmp_path / "gpu_check_nvidia_toy_1_2.md").read_text(encoding="utf-8")
     assert "- cases timed: 0 of " in text
     assert "The tests were not run." in text
+    assert "Whole runs" not in text
 
 
 def test_tests_run_and_time_out(gpu_check, tmp_path):
@@ -184,11 +192,44 @@ def test_tests_run_and_time_out(gpu_check, tmp_path):
     assert gpu_check.last_line(runs[0].output).startswith("1 passed")
 
 
+def test_whole_runs_at_a_toy_size(gpu_check):
+    """The benchmark itself, in a process of its own: every method gives a number, and the roofline follows from it."""
+    toy = ["--toy", "--tokens", "6", "--prompt", "5", "--particles", "2", "--device", "cpu"]
+    run, report = gpu_check.run_engine(300, toy)
+    assert run.status == 0, run.output
+    assert report["methods measured"] == "5 of 5"
+    results = {result["method"]: result for result in report["results"]}
+    bandwidth = 1e9 * report["copy bandwidth GB/s"]
+    target, draft = 1e6 * report["target MB"], 1e6 * report["draft MB"]
+    for k in (7, 8):
+        bound = 2 * (k + 1) * bandwidth / (target + k * draft)
+        assert results[f"target with draft, K = {k}, no graphs"]["bound"] == pytest.approx(bound, rel=0.05)
+        assert results[f"target ** 4 with itself, K = {k}, no graphs"]["bound"] == pytest.approx(
+            2 * bandwidth / target, rel=0.05
+        )
+    for result in results.values():
+        seconds = sorted(result["runs"])[1]
+        assert result["tokens_per_second"] == pytest.approx(2 * 6 / seconds, rel=0.02)
+        assert result["of_roofline"] == pytest.approx(result["tokens_per_second"] / result["bound"], abs=1e-3)
+    assert "target ** 4 with itself" in run.output
+
+
+def test_whole_runs_that_fail_or_take_too_long(gpu_check):
+    run, report = gpu_check.run_engine(300, ["--toy", "--device", "cpu", "--tokens", "-5"])
+    assert run.status == 1
+    assert "FAILED target with draft, K = 8, no graphs: ValueError: max_new_tokens = -5" in run.output
+    assert [result["tokens_per_second"] for result in report["results"]] == [None] * 5
+    run, report = gpu_check.run_engine(1, ["--toy", "--device", "cpu"])
+    assert (run.status, report) == ("timeout", {})
+
+
 def test_kernel_tests_import_what_the_gpu_machine_has(gpu_check):
-    """Nothing can be installed there; a test that wants more says `pytest.importorskip`."""
+    """Nothing can be installed there; a test that wants more says `pytest.importorskip`. transformers needs
+    tokenizers."""
     tests = BENCHMARKS.parent / "tests"
     helpers = {path.stem for path in tests.glob("*.py")}
-    known = {"torch", "triton", "transformers", "jaxtyping", "pytest", "hypothesis", "rich", "typer", "smcsample"}
+    known = {"torch", "triton", "transformers", "tokenizers", "jaxtyping", "pytest", "hypothesis", "rich", "typer"}
+    known.add("smcsample")
     seen, todo = {}, [p for p in (tests / "kernels").glob("test_*.py") if p.name not in gpu_check.NO_GPU_NEEDED]
     while todo:
         path = todo.pop()
