@@ -13,6 +13,7 @@ from cached_stream import CachedStream
 from smcsample.kernels import ops
 from smcsample.lm.batch import Batch
 from smcsample.lm.law import TokenLaw
+from smcsample.lm.paged import PagedStream
 from smcsample.potentials import LM
 from smcsample.proposals import Draft
 from tiny_models import CONFIGS, V, tiny
@@ -86,7 +87,7 @@ def walk(followed: Followed, rounds: int) -> None:
         followed.feed(steps)
         followed.check(steps)
         if move == 4:
-            followed.keep([3, 0, 2])
+            followed.keep([2, 3, 0])
         elif move != 5:
             followed.resample()
         if move == 2:
@@ -142,6 +143,24 @@ def test_samples_are_those_of_a_cache(
             assert abs(float(a.log_evidence) - float(b.log_evidence)) < 1e-4
     assert len(streams) == 3
     assert len({len(ids) for posterior in paged[0] for ids in posterior.token_ids}) > 1  # some texts end early
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 7])
+def test_resampling_copies_no_keys_and_values(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round fills a page, in the target and in the draft, with every round resampled and some texts over early."""
+    streams: list[PagedStream] = []
+    start, target, draft = smc.CausalLM.stream, tiny("llama", 0), tiny("llama", 1)
+
+    def kept(lm: smc.CausalLM, batch: Batch) -> PagedStream:
+        streams.append(start(lm, batch))
+        return streams[-1]
+
+    monkeypatch.setattr(smc.CausalLM, "stream", kept)
+    options = {"n_particles": 6, "block_size": k, "ess_threshold": 1.0, "max_new_tokens": 37, "seed": 3}
+    posteriors = smc.sample(PROMPTS, LM(target) ** 2, Draft(draft), **options)
+    assert sum(int(posterior.history.resampled.sum()) for posterior in posteriors) > 2
+    assert len(streams) == 2
+    assert [stream.pages.copied for stream in streams] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,16 @@ class Twice(LlamaForCausalLM):
         self.model.layers[1].self_attn = self.model.layers[0].self_attn
 
 
+class Again(LlamaForCausalLM):
+    """Attends twice in its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIGS["llama"]())
+        attention: Any = self.model.layers[0].self_attn
+        once = attention.forward
+        attention.forward = lambda *args, **options: [once(*args, **options) for _ in range(2)][1]
+
+
 def biased() -> Any:
     """A Llama with an attention function of the user's own, which prefers what is near."""
 
@@ -119,6 +129,7 @@ REFUSED = {
     Reticent: "Reticent.*a sliding window in layer 0 that it does not tell its attention function",
     Placeless: "Placeless.*takes no position_ids",
     Twice: r"Twice.*has 2 layers but attended 2 times, in layers \[0\]",
+    Again: r"Again.*has 2 layers but attended 3 times, in layers \[0, 1\]",
     biased: r"LlamaForCausalLM.*gives other logits when its layers attend to pages \(off by",
 }
 
