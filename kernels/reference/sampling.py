@@ -196,15 +196,17 @@ def draw_gumbel_max(
     A token more than `GUMBEL_SPREAD` below the top one loses to it whatever both draw. In a sharp law, such as that of
     a power target, this leaves few.
     """
-    near = log_weights >= log_weights.amax(dim=-1, keepdim=True) - GUMBEL_SPREAD
+    rows, vocab = log_weights.shape
+    top = log_weights.amax(dim=-1)
+    near = log_weights >= top[:, None] - GUMBEL_SPREAD
     if 8 * int(near.sum()) > near.numel():
-        seed, stream, particle, position = counters
-        return gumbel_max(log_weights, words(seed, stream, particle, position, purpose, log_weights.shape[1]))
+        return gumbel_max(log_weights, words(*counters, purpose, vocab))
     row, token = near.nonzero().unbind(1)
-    noise = torch.full_like(log_weights, -math.inf, dtype=torch.float32)
-    noise[row, token] = gumbel(words_at(counters, purpose, row, token))
-    top = log_weights.amax(dim=-1, keepdim=True)
-    return (log_weights - top.masked_fill(top == -math.inf, 0.0) + noise).argmax(dim=-1)
+    shifted = log_weights[row, token] - top.masked_fill(top == -math.inf, 0.0)[row]
+    score = shifted + gumbel(words_at(counters, purpose, row, token))
+    best = score.new_full((rows,), -math.inf).scatter_reduce_(0, row, score, "amax")
+    first = token.masked_fill(score < best[row], vocab)  # of several best tokens the first, as argmax does
+    return token.new_full((rows,), vocab).scatter_reduce_(0, row, first, "amin")
 
 
 def log_sum_exp(log_weights: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:

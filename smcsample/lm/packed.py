@@ -12,6 +12,7 @@ them (benchmarks/packed.py):
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from typing import Any
 
@@ -44,6 +45,14 @@ def pack_linears(module: nn.Module) -> None:
                 if id(child) not in replaced:
                     replaced[id(child)] = PackedLinear(weight, child._parameters["bias"])
                 parent._modules[name] = replaced[id(child)]
+    _return_freed_memory()
+
+
+def _return_freed_memory() -> None:
+    # The dense weights were many blocks between others, which glibc keeps: 400 MB of 540 for SmolLM2-135M.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def dense_weight(layer: Any) -> Float[Tensor, "out in"] | None:
