@@ -1,6 +1,20 @@
 """The factors a target is made of."""
 
 from smcsample.potentials.base import Potential, Power, Product, Scorer
+from smcsample.potentials.constraint import Constraint
+from smcsample.potentials.grammars import Grammar, JsonSchema, Regex
+from smcsample.potentials.guide import Guide
 from smcsample.potentials.lm import LM
 
-__all__ = ["LM", "Potential", "Power", "Product", "Scorer"]
+__all__ = [
+    "LM",
+    "Constraint",
+    "Grammar",
+    "Guide",
+    "JsonSchema",
+    "Potential",
+    "Power",
+    "Product",
+    "Regex",
+    "Scorer",
+]

@@ -1,6 +1,7 @@
 """How particles are extended."""
 
 from smcsample.proposals.base import Drafter, Proposal
+from smcsample.proposals.constrained import Constrained
 from smcsample.proposals.draft import Draft, default_proposal
 
-__all__ = ["Draft", "Drafter", "Proposal", "default_proposal"]
+__all__ = ["Constrained", "Draft", "Drafter", "Proposal", "default_proposal"]
