@@ -1,13 +1,19 @@
 """The factors a target is made of."""
 
 from smcsample.potentials.base import Potential, Power, Product, Scorer
+from smcsample.potentials.choice import Choice
 from smcsample.potentials.constraint import Constraint
 from smcsample.potentials.grammars import Grammar, JsonSchema, Regex
 from smcsample.potentials.guide import Guide
 from smcsample.potentials.lm import LM
+from smcsample.potentials.stopping import StopAt
+from smcsample.potentials.tables import Ban, Bias
 
 __all__ = [
     "LM",
+    "Ban",
+    "Bias",
+    "Choice",
     "Constraint",
     "Grammar",
     "Guide",
@@ -17,4 +23,5 @@ __all__ = [
     "Product",
     "Regex",
     "Scorer",
+    "StopAt",
 ]
