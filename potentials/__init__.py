@@ -6,7 +6,7 @@ from smcsample.potentials.constraint import Constraint
 from smcsample.potentials.grammars import Grammar, JsonSchema, Regex
 from smcsample.potentials.guide import Guide
 from smcsample.potentials.lm import LM
-from smcsample.potentials.stopping import StopAt
+from smcsample.potentials.stopping import Complete, StopAt
 from smcsample.potentials.tables import Ban, Bias
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Ban",
     "Bias",
     "Choice",
+    "Complete",
     "Constraint",
     "Grammar",
     "Guide",

@@ -117,7 +117,7 @@ class ConstraintGuide(Guide):
         self.tracker, self.closes = tracker, closes
         self.states: list[State] = []
 
-    def begin(self) -> None:
+    def begin(self, start: int) -> None:
         self.states = list(self.tracker.states)
 
     def push(self, tokens: Int[Tensor, " row"], going: Bool[Tensor, " row"]) -> None:

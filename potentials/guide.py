@@ -18,8 +18,8 @@ class Guide(ABC):
     """
 
     @abstractmethod
-    def begin(self) -> None:
-        """Stand where the committed tokens of every row end."""
+    def begin(self, start: int) -> None:
+        """Stand where the committed tokens of every row end; there are `start` of them."""
 
     @abstractmethod
     def push(self, tokens: Int[Tensor, " row"], going: Bool[Tensor, " row"]) -> None:
@@ -48,8 +48,8 @@ class PowerGuide(Guide):
     def __init__(self, base: Guide, alpha: float) -> None:
         self.base, self.alpha = base, alpha
 
-    def begin(self) -> None:
-        self.base.begin()
+    def begin(self, start: int) -> None:
+        self.base.begin(start)
 
     def push(self, tokens: Int[Tensor, " row"], going: Bool[Tensor, " row"]) -> None:
         self.base.push(tokens, going)

@@ -1,4 +1,4 @@
-"""Texts that end at a string or a pattern."""
+"""Where texts end: at a string or a pattern, and not at the length cap."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from smcsample.lm.batch import Batch, Block
 from smcsample.potentials.base import Potential, Scorer
+from smcsample.potentials.guide import Guide
 from smcsample.potentials.language import Language, State, Tracker
 
 if TYPE_CHECKING:
@@ -98,3 +99,67 @@ class StopLanguage(Language):
 
     def closes(self, states: list[State]) -> list[bool]:
         return [state.accepting for state in states]
+
+
+@dataclass(frozen=True)
+class Complete(Potential):
+    """1[the text is not cut at the length cap].
+
+    Without it a text that is cut there is a sample of the target's prefixes of that length. With it the target is that of
+    complete texts of at most `max_new_tokens` tokens, their EOS included: at the last place proposals draw EOS, and the
+    weight pays its probability (unless a constraint or a `StopAt` can end texts there, too).
+    """
+
+    @property
+    def guides(self) -> bool:
+        return True
+
+    def start(self, batch: Batch) -> CompleteScorer:
+        return CompleteScorer(batch)
+
+    def guide(self, batch: Batch) -> CompleteGuide:
+        return CompleteGuide(batch)
+
+
+class CompleteScorer(Scorer):
+    """−inf for the last token of a text that is cut."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.position = batch, 0
+        self.vocab_size = batch.reader(Complete()).vocab_size
+
+    def score(self, block: Block) -> Float[Tensor, "row step"]:
+        self.position = block.stop
+        eos = torch.isin(block.ids, self.batch.eos_ids) & block.valid
+        cut = block.ends & ~block.stopped & ~eos.any(dim=1)
+        score = torch.zeros(block.ids.shape, dtype=torch.float64, device=block.ids.device)
+        score[:, -1] = score[:, -1].masked_fill(cut, -torch.inf)
+        return score
+
+    def next_logits(self) -> Float[Tensor, "row vocab"]:
+        return last_place(self.batch, self.position, self.vocab_size)
+
+
+class CompleteGuide(Guide):
+    """Knows the position."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.position = batch, 0
+        self.vocab_size = batch.reader(Complete()).vocab_size
+
+    def begin(self, start: int) -> None:
+        self.position = start
+
+    def push(self, tokens: Int[Tensor, " row"], going: Bool[Tensor, " row"]) -> None:
+        self.position += 1
+
+    def table(self) -> Float[Tensor, "row vocab"]:
+        return last_place(self.batch, self.position, self.vocab_size)
+
+
+def last_place(batch: Batch, position: int, vocab_size: int) -> Float[Tensor, "row vocab"]:
+    """−inf for all but EOS at the last position before the cap, if nothing else can end a text there."""
+    table = torch.zeros(vocab_size, device=batch.device)
+    if position == batch.max_new_tokens - 1 and not batch.has_stops:
+        table = table.fill_(-torch.inf).index_fill_(0, batch.eos_ids, 0.0)
+    return table.expand(batch.n_rows, -1)

@@ -112,7 +112,7 @@ class TableGuide(Guide):
     def __init__(self, batch: Batch, table: Float[Tensor, " vocab"]) -> None:
         self.batch, self.values = batch, table
 
-    def begin(self) -> None:
+    def begin(self, start: int) -> None:
         """Nothing to follow."""
 
     def push(self, tokens: Int[Tensor, " row"], going: Bool[Tensor, " row"]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from constraint_models import EOS, TOKENS, Law, P, Q, check, constrained, regex_law
-from smcsample.potentials import LM, Ban, Bias, Choice, Potential, Regex, StopAt
+from smcsample.potentials import LM, Ban, Bias, Choice, Complete, Potential, Regex, StopAt
 from smcsample.proposals import Constrained, Draft
 from tabular_models import probability, sequences
 
@@ -124,3 +124,27 @@ def test_a_stop_inside_a_constraint() -> None:
             gamma[ids] = probability(P, 0, ids)
     for k in (0, 1):
         check(LM(P) * Regex(OPEN, ends="model") * StopAt("ab"), {0: gamma}, 2, block_size=k)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_length_cap_forces_eos(k: int) -> None:
+    """Cut at the cap, the target is that of the prefix; with the end asked for, the weight pays p(EOS)."""
+    whole = {ids: probability(P, 1, ids) for ids in texts(2)}
+    assert sum(whole.values()) == pytest.approx(1, abs=1e-12)
+    check(LM(P), {1: whole}, 2, block_size=k)
+    complete = {ids: g for ids, g in whole.items() if ids[-1] == EOS}
+    assert 0 < sum(complete.values()) < 0.5
+    check(LM(P) * Complete(), {1: complete}, 2, block_size=k)
+
+
+def test_complete_where_a_constraint_can_end_texts() -> None:
+    """At the last place "a" may end a text by closing it, so EOS is not forced there."""
+    gamma = regex_law(CLOSES, 3, "constraint", {P: 1.0}, 0)
+    full = {
+        ids: g
+        for ids, g in gamma.items()
+        if ids[-1] == EOS or re.fullmatch("ab(ab|bab)", "".join(TOKENS[i] for i in ids))
+    }
+    assert 0 < len(full) < len(gamma)
+    for k in (0, 1, 3):
+        check(LM(P) * Regex(CLOSES) * Complete(), {0: full}, 3, block_size=k)

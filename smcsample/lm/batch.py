@@ -122,6 +122,11 @@ class Batch:
         """Let `stop` end texts, too."""
         self._stops.append(stop)
 
+    @property
+    def has_stops(self) -> bool:
+        """Whether texts can be complete without an end-of-sequence token."""
+        return bool(self._stops)
+
     def name_row(self, row: int) -> str:
         """A row as a user counts: by prompt and particle."""
         return f"prompt {int(self.groups[row // self.n_particles])}, particle {row % self.n_particles}"

@@ -71,7 +71,7 @@ class ConstrainedDrafter(Drafter):
         start, ids, log_q = self.inner.position, [], []
         going = ~self.batch.ended
         for guide in self.guides:
-            guide.begin()
+            guide.begin(start)
         for position in range(start, start + k):
             told = reduce(torch.add, [guide.table() for guide in self.guides])
             weights = self.inner.law_at(position).weights + told
