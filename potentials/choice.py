@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from smcsample.lm.token_bytes import token_bytes
+from smcsample.lm.token_bytes import ids_that_spell, token_bytes
 from smcsample.potentials.constraint import Constraint, Ends, check_ends, shown_ends
 from smcsample.potentials.language import DEAD, Language, State
 
@@ -61,11 +60,7 @@ class ChoiceLanguage(Language):
 
     def __init__(self, choice: Choice, model: Model) -> None:
         super().__init__(model.vocab_size)
-        self.choice, self.bytes = choice, token_bytes(model)
-        self.ids: dict[bytes, list[int]] = defaultdict(list)
-        for i, piece in enumerate(self.bytes):
-            if piece:
-                self.ids[piece].append(i)
+        self.choice, self.bytes, self.ids = choice, token_bytes(model), ids_that_spell(model)
         self.longest = max(map(len, self.ids))
 
     def root(self) -> State:

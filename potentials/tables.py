@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smcsample.lm.batch import Batch, Block
 from smcsample.lm.stream import Model
-from smcsample.lm.token_bytes import token_bytes
+from smcsample.lm.token_bytes import ids_that_spell
 from smcsample.potentials.base import Potential, Scorer
 from smcsample.potentials.guide import Guide
 
@@ -74,7 +74,7 @@ class Ban(Potential):
 
     tokens: tuple[Token, ...]
 
-    def __init__(self, tokens: Iterable[Token]) -> None:
+    def __init__(self, tokens: Token | Iterable[Token]) -> None:
         tokens = (tokens,) if isinstance(tokens, (int, str)) else tuple(tokens)
         _check_tokens("tokens", tokens)
         object.__setattr__(self, "tokens", tuple(sorted(set(tokens), key=repr)))
@@ -144,8 +144,7 @@ def _ids(model: Model, potential: Potential, token: Token) -> list[int]:
         if not 0 <= token < model.vocab_size:
             raise ValueError(f"{potential!r}: token id {token} is outside the vocabulary 0 … {model.vocab_size - 1}")
         return [token]
-    spelt = token.encode()
-    ids = [i for i, piece in enumerate(token_bytes(model)) if piece == spelt != b""]
-    if not ids:
+    ids = ids_that_spell(model).get(token.encode())
+    if ids is None:
         raise ValueError(f"{potential!r}: no single token of {model.name} spells {token!r}; give ids, or use a Regex")
     return ids

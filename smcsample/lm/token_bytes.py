@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from smcsample.lm.stream import Model
 
 _known: WeakKeyDictionary[Any, tuple[bytes, ...]] = WeakKeyDictionary()
+_spelling: WeakKeyDictionary[Any, dict[bytes, list[int]]] = WeakKeyDictionary()
 
 
 def token_bytes(model: Model) -> tuple[bytes, ...]:
@@ -27,6 +29,17 @@ def token_bytes(model: Model) -> tuple[bytes, ...]:
     if model not in _known:
         _known[model] = _of_tabular(model) if isinstance(model, TabularLM) else _of_tokenizer(model)
     return _known[model]
+
+
+def ids_that_spell(model: Model) -> dict[bytes, list[int]]:
+    """For every byte string that is a token, the ids that spell it: more than one in some vocabularies."""
+    if model not in _spelling:
+        ids: dict[bytes, list[int]] = {}
+        for i, piece in enumerate(token_bytes(model)):
+            if piece:
+                ids.setdefault(piece, []).append(i)
+        _spelling[model] = ids
+    return _spelling[model]
 
 
 def _of_tabular(model: TabularLM) -> tuple[bytes, ...]:
@@ -50,25 +63,22 @@ def _of_tokenizer(model: Any) -> tuple[bytes, ...]:
     )
 
 
-def _kind(decoder: dict[str, Any] | None) -> Any:
+def _kind(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:
     """How this decoder turns a piece into bytes; None if it is of another kind."""
     parts = decoder.get("decoders", [decoder]) if decoder else []
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds:
-        return _byte_level
+        return _byte_level()
     return _sentence_piece if kinds & {"ByteFallback", "Metaspace"} else None
 
 
 @cache
-def _byte_of() -> dict[str, int]:
+def _byte_level() -> Callable[[str], bytes]:
     """GPT-2's alphabet: printable bytes stand for themselves, the others for the characters from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-def _byte_level(piece: str) -> bytes:
-    return bytes(_byte_of()[character] for character in piece)
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return lambda piece: bytes(map(byte_of.__getitem__, piece))
 
 
 def _sentence_piece(piece: str) -> bytes:
