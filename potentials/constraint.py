@@ -12,10 +12,11 @@ in the set. For a model that would rather go on, that is a factor such as exp(�
 France is Paris".
 
 Paying for the end has a trap. A finished particle has paid, an unfinished one has not, so resampling on the way kills the
-finished ones: with N = 256 particles for ` (Paris|London|Lyon city)` the mean of Ẑ/Z came out as 0.29 ± 0.06, its missing
-part carried by runs so rare that they were never seen; more particles made it worse. The estimate is unbiased all the
-same, and useless. So the increment of an EOS is kept for the end of the group's run (`Potential.defers_end`): the target
-is the same, the resampling compares prefixes with prefixes, and the spread of Ẑ stays that of importance sampling.
+finished ones. For ` (Paris|London|Lyon city)` after "The capital of France is", with EOS paid where it comes, token by
+token, N = 256 and 600 seeds, Ẑ/Z had mean 0.41 ± 0.08, median 0.000 and maximum 30: unbiased and useless, and worse than
+with N = 32. So the increment of an EOS is kept for the end of the group's run (`Potential.defers_end`): the target is the
+same, the resampling compares prefixes with prefixes, and Ẑ/Z has mean 1.000 ± 0.001, median 0.999 and maximum 1.1.
+(`tests/test_paying_for_the_end.py` has the chain of all 288 tokenisations.)
 
 A text cut at the length cap outside the set has weight zero. If no text of the set fits, the run's status is DEAD.
 """
