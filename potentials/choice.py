@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Choice(Constraint):
     """The whole continuation is one of these texts, in any tokenisation.
 
-    A text begins where the prompt ends: after "The answer is" most models want `Choice([" yes", " no"])`. Where one text
-    begins another, as " no" and " not", the model's EOS decides whether the shorter one ends there.
+    A text begins where the prompt ends: after "The answer is" most models want `Choice([" yes", " no"])`. Where one
+    text begins another, as " no" and " not", the model's EOS decides whether the shorter one ends there.
 
     Args:
         texts: the texts; their order does not matter.

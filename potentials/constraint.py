@@ -2,20 +2,20 @@
 
 A text of the set can end in two ways, and which one is meant changes the target:
 
-`ends="constraint"` (default). Where the text is in the set and no token may follow, it ends there: nothing is paid for an
-end. Where it is in the set and could go on, it ends if the model says so: EOS is a token like any other, with its
-probability. So `Regex("(Paris|London)")` is the law p restricted to the two texts as prefixes, and `Regex("[0-9]+")` has
-the model decide on the number of digits.
+`ends="constraint"` (default). Where the text is in the set and no token may follow, it ends there: nothing is paid for
+an end. Where it is in the set and could go on, it ends if the model says so: EOS is a token like any other, with its
+probability. So `Regex("(Paris|London)")` is the law p restricted to the two texts as prefixes, and `Regex("[0-9]+")`
+has the model decide on the number of digits.
 
-`ends="model"`. A text ends with the model's EOS only, always paid: the target is p restricted to complete texts that are
-in the set. For a model that would rather go on, that is a factor such as exp(−18.8) for SmolLM2 after "The capital of
-France is Paris".
+`ends="model"`. A text ends with the model's EOS only, always paid: the target is p restricted to complete texts that
+are in the set. For a model that would rather go on, that is a factor such as exp(−18.8) for SmolLM2 after "The capital
+of France is Paris".
 
-Paying for the end has a trap. A finished particle has paid, an unfinished one has not, so resampling on the way kills the
-finished ones. For ` (Paris|London|Lyon city)` after "The capital of France is", with EOS paid where it comes, token by
-token, N = 256 and 600 seeds, Ẑ/Z had mean 0.41 ± 0.08, median 0.000 and maximum 30: unbiased and useless, and worse than
-with N = 32. So the increment of an EOS is kept for the end of the group's run (`Potential.defers_end`): the target is the
-same, the resampling compares prefixes with prefixes, and Ẑ/Z has mean 1.000 ± 0.001, median 0.999 and maximum 1.1.
+Paying for the end has a trap. A finished particle has paid, an unfinished one has not, so resampling on the way kills
+the finished ones. For ` (Paris|London|Lyon city)` after "The capital of France is", with EOS paid where it comes, token
+by token, N = 256 and 600 seeds, Ẑ/Z had mean 0.41 ± 0.08, median 0.000 and maximum 30: unbiased and useless, and worse
+than with N = 32. So the increment of an EOS is kept for the end of the group's run (`Potential.defers_end`): the target
+is the same, the resampling compares prefixes with prefixes, and Ẑ/Z has mean 1.000 ± 0.001, median 0.999, maximum 1.1.
 (`tests/test_paying_for_the_end.py` has the chain of all 288 tokenisations.)
 
 A text cut at the length cap outside the set has weight zero. If no text of the set fits, the run's status is DEAD.

@@ -43,7 +43,9 @@ def llguidance() -> Any:
         import llguidance.hf
         import llguidance.numpy
     except ImportError as error:
-        raise ImportError("Regex, JsonSchema and Grammar need llguidance: pip install smcsample[constraints]") from error
+        raise ImportError(
+            "Regex, JsonSchema and Grammar need llguidance: pip install smcsample[constraints]"
+        ) from error
     return llguidance
 
 
@@ -155,24 +157,27 @@ def _hugging_face(model: Any, name: str) -> Any:
 
 
 def _tabular(model: TabularLM) -> Any:
-    class Tokens:
-        """The vocabulary; for a model without an end of sequence with one more token, which nothing can draw."""
-
-        eos_token_id = model.eos_ids[0] if model.eos_ids else model.vocab_size
-        bos_token_id = None
-        tokens = [*(token.encode() for token in model.tokens), *([] if model.eos_ids else [b"<eos>"])]
-        special_token_ids = list(model.eos_ids) or [model.vocab_size]
-
-        def __call__(self, text: bytes) -> list[int]:
-            return model.encode(text.decode())
-
     package = llguidance()
-    return package.LLTokenizer(package.TokenizerWrapper(Tokens()), eos_token=list(model.eos_ids) or None)
+    return package.LLTokenizer(package.TokenizerWrapper(_Strings(model)), eos_token=list(model.eos_ids) or None)
 
 
-def _special_ids(model: Model) -> list[int]:
+class _Strings:
+    """A vocabulary of strings as llguidance wants it; for a model without an end of sequence with one more token, which
+    nothing can draw."""
+
+    def __init__(self, model: TabularLM) -> None:
+        ends = model.eos_ids or (model.vocab_size,)
+        self.tokens = [*(token.encode() for token in model.tokens), *([] if model.eos_ids else [b"<eos>"])]
+        self.eos_token_id, self.bos_token_id, self.special_token_ids = ends[0], None, list(ends)
+        self.encode = model.encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self.encode(text.decode())
+
+
+def _special_ids(model: Any) -> list[int]:
     """Control tokens: not text, whatever they are called."""
-    return [] if isinstance(model, TabularLM) else list(getattr(model, "tokenizer").all_special_ids)
+    return [] if isinstance(model, TabularLM) else list(model.tokenizer.all_special_ids)
 
 
 def _bits(ids: list[int], words: int) -> NDArray[np.uint8]:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 Limits = Mapping[str, int] | tuple[tuple[str, int], ...]
 
 
-
 def _checked(constraint: Regex | JsonSchema | Grammar) -> None:
     """Refuse what can't be compiled, and keep `limits` as something that compares."""
     object.__setattr__(constraint, "limits", tuple(sorted(dict(constraint.limits).items())))
@@ -125,7 +124,8 @@ class Grammar(Constraint):
     """The whole continuation is a sentence of a context-free grammar, in llguidance's dialect of Lark.
 
     Terminals (upper case) are matched greedily: `start: A "ab"` with `A: /[a-z]*/` never gets to its "ab", and its
-    particles end at the length cap with weight zero. Write the same language as one terminal, or with rules (lower case).
+    particles end at the length cap with weight zero. Write the same language as one terminal, or with rules (lower
+    case).
 
     Args:
         lark: the grammar; its start rule is `start`.
@@ -146,7 +146,9 @@ class Grammar(Constraint):
         if not isinstance(self.lark, str):
             raise TypeError(f"lark is a {type(self.lark).__name__}; give a grammar as a string")
         if "%llguidance" in self.lark:
-            raise ValueError("lark has a line of %llguidance options; leave it out: forced tokens would falsify weights")
+            raise ValueError(
+                "lark has a line of %llguidance options; leave it out: forced tokens would falsify weights"
+            )
         _checked(self)
 
     def language(self, model: Model) -> GrammarLanguage:

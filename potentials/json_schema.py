@@ -11,15 +11,21 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-ENFORCED = frozenset(
-    "type enum const anyOf oneOf allOf $ref items prefixItems additionalItems minItems maxItems properties required "
-    "additionalProperties patternProperties minProperties maxProperties minLength maxLength pattern format minimum "
-    "maximum exclusiveMinimum exclusiveMaximum multipleOf".split()
-)
-ANNOTATIONS = frozenset(
-    "$schema $id id $anchor $comment $defs definitions title description default examples readOnly writeOnly deprecated "
-    "contentEncoding contentMediaType discriminator x-guidance".split()
-)
+# fmt: off
+ENFORCED = frozenset((
+    "type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "items", "prefixItems", "additionalItems",
+    "minItems", "maxItems", "properties", "required", "additionalProperties", "patternProperties",
+    "minProperties", "maxProperties", "minLength", "maxLength", "pattern", "format", "minimum", "maximum",
+    "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+))
+# fmt: on
+# fmt: off
+ANNOTATIONS = frozenset((
+    "$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default",
+    "examples", "readOnly", "writeOnly", "deprecated", "contentEncoding", "contentMediaType", "discriminator",
+    "x-guidance",
+))
+# fmt: on
 MAPS_OF_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 SCHEMAS = frozenset(("items", "additionalItems", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf"))
 
@@ -42,8 +48,8 @@ def schema_text(schema: object) -> str:
         raise TypeError(f"schema is a {type(schema).__name__}; give a dict, JSON text or a pydantic model")
     for where, keyword in _unenforced(schema, "#"):
         raise ValueError(
-            f"schema keyword {keyword!r} at {where} would not be enforced; leave it out, or check it with a reward or a "
-            "Where. Enforced are: " + ", ".join(sorted(ENFORCED))
+            f"schema keyword {keyword!r} at {where} would not be enforced; leave it out, or check it with a reward "
+            "or a Where. Enforced are: " + ", ".join(sorted(ENFORCED))
         )
     return json.dumps(schema, ensure_ascii=False)
 

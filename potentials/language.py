@@ -25,9 +25,9 @@ from smcsample.lm.batch import Batch, Block
 class State:
     """Where a text stands in a set of texts.
 
-    `accepting`: the text is in the set. `alive`: False if it begins no text of the set. `inner`: what the language needs
-    to go on from here. `bits`: the tokens that may follow, one bit each, least significant first, end-of-sequence ids
-    left out; None until asked for.
+    `accepting`: the text is in the set. `alive`: False if it begins no text of the set. `inner`: what the language
+    needs to go on from here. `bits`: the tokens that may follow, one bit each, least significant first, end-of-sequence
+    ids left out; None until asked for.
     """
 
     accepting: bool

@@ -105,9 +105,9 @@ class StopLanguage(Language):
 class Complete(Potential):
     """1[the text is not cut at the length cap].
 
-    Without it a text that is cut there is a sample of the target's prefixes of that length. With it the target is that of
-    complete texts of at most `max_new_tokens` tokens, their EOS included: at the last place proposals draw EOS, and the
-    weight pays its probability (unless a constraint or a `StopAt` can end texts there, too).
+    Without it a text that is cut there is a sample of the target's prefixes of that length. With it the target is that
+    of complete texts of at most `max_new_tokens` tokens, their EOS included: at the last place proposals draw EOS, and
+    the weight pays its probability (unless a constraint or a `StopAt` can end texts there, too).
     """
 
     @property

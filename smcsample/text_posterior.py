@@ -16,9 +16,9 @@ class TextPosterior(Posterior):
     """N weighted continuations; the values are their texts.
 
     `token_ids`: the generated ids of each particle, its EOS included. `log_q`: the log-probability each of them was
-    drawn with (its proposal's law for a drafted token, the bonus law for a bonus). `finish_reasons`: "eos", or "stop" for
-    a text completed by a constraint or a `StopAt`, or "length" for one cut at the cap, or "lost" for one that reached
-    weight zero before its end and was not followed there.
+    drawn with (its proposal's law for a drafted token, the bonus law for a bonus). `finish_reasons`: "eos", or "stop"
+    for a text completed by a constraint or a `StopAt`, or "length" for one cut at the cap, or "lost" for one that
+    reached weight zero before its end and was not followed there.
     """
 
     def __init__(self, prompt_ids: list[int], texts: Texts, model: Model, history: History, source: Source) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import smcsample as smc
-from constraint_models import check, regex_law
 from constraint_models import P as FIVE
 from constraint_models import Q as FIVE_DRAFT
+from constraint_models import check, regex_law
 from smcsample.lm.batch import Batch, Block
 from smcsample.potentials import LM, Guide, Potential, Regex, Scorer
 from smcsample.proposals import AWRS, Draft
@@ -127,11 +127,7 @@ def no_bb(text: str) -> bool:
 def test_predicate(k: int, max_tests: int | None) -> None:
     """E[Ẑ] = Z and the posterior of LM(P) * 1[…], with a draft Q, by walking every outcome: all that is random inside
     the proposal is walked, too."""
-    gamma = {
-        ids: probability(P, 1, ids)
-        for ids in sequences(2, 3, EOS)
-        if no_bb("".join(TOKENS[i] for i in ids))
-    }
+    gamma = {ids: probability(P, 1, ids) for ids in sequences(2, 3, EOS) if no_bb("".join(TOKENS[i] for i in ids))}
     assert 0.3 < sum(gamma.values()) < 0.95
     check(LM(P) * Holds(no_bb), {1: gamma}, 2, block_size=k, proposal=AWRS(Draft(Q, 1.3), max_tests))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 from functools import cache
@@ -66,7 +67,9 @@ def test_forced_bytes() -> None:
         root = language.root()
         mask = language.mask([root])[0]
         assert [language.step(root, i).alive for i in range(49152)] == mask.tolist()
-    language = JsonSchema({"type": "object", "properties": {"name": {"const": "x"}}, "required": ["name"]}).language(lm())
+    language = JsonSchema({"type": "object", "properties": {"name": {"const": "x"}}, "required": ["name"]}).language(
+        lm()
+    )
     assert allowed(language, '{"') == {b"n", b"na", b"nam", b"name"}
 
 
@@ -79,7 +82,9 @@ def test_split_code_points(pattern: str) -> None:
         sizes = (1, 2, 3) if "α" in pattern else (4,)
         texts = {"".join(t) for n in sizes for t in itertools.product(letters, repeat=n)}
     else:
-        texts = {"ab?": {"a", "ab"}, " ?foo": {"foo", " foo"}}.get(pattern, {"fooba", "foobarba", "foobaz", "foobarbaz"})
+        texts = {"ab?": {"a", "ab"}, " ?foo": {"foo", " foo"}}.get(
+            pattern, {"fooba", "foobarba", "foobaz", "foobarbaz"}
+        )
     assert all(re.fullmatch(pattern, text) for text in texts)
     whole = {text.encode() for text in texts}
     begun = {text[:n] for text in whole for n in range(1, len(text) + 1)}
@@ -138,7 +143,9 @@ def test_eos_only_when_accepting() -> None:
 )
 def test_empty_language(build: object) -> None:
     """An error when it is built, or when it is started; the model has not run."""
-    with pytest.raises(ValueError, match=r"allows no text|Unsatisfiable|no document satisfies|at least one text|start: A"):
+    with pytest.raises(
+        ValueError, match=r"allows no text|Unsatisfiable|no document satisfies|at least one text|start: A"
+    ):
         build().start(batch(2))
 
 
@@ -160,7 +167,9 @@ def test_token_crosses_the_end() -> None:
     assert {b"..", b'."'} <= set(pieces())
 
 
-@pytest.mark.parametrize(("text", "valid"), [('{"a": "x"}', False), ('{"ab": "x"}', True), ('{"a": 1, "ab": "x"}', True)])
+@pytest.mark.parametrize(
+    ("text", "valid"), [('{"a": "x"}', False), ('{"ab": "x"}', True), ('{"a": 1, "ab": "x"}', True)]
+)
 def test_additional_properties(text: str, valid: bool) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
     assert possible(JsonSchema(schema), text) is valid
@@ -251,10 +260,14 @@ def test_limit_in_one_copy() -> None:
     state = language.root()
     ids = {piece: i for i, piece in enumerate(pieces())}
     sibling = language.child(state, ids[b"b"])
-    with pytest.raises(RuntimeError, match=r"Regex\('\(a\|b\)\*a.*too many states"):
+
+    def go_on(state: State) -> None:
         for n in range(40):
             state = language.child(state, ids[b"ab"[n * n % 3 % 2 :][:1]])
             language.know([state])
+
+    with pytest.raises(RuntimeError, match=r"Regex\('\(a\|b\)\*a.*too many states"):
+        go_on(state)
     with pytest.raises(RuntimeError, match=r"limits"):
         language.know([sibling])
     unlimited = Regex("(a|b)*a(a|b){8}").language(lm())
@@ -298,6 +311,45 @@ def test_whitespace_loops() -> None:
 def test_unsupported_keyword(schema: dict, keyword: str) -> None:
     with pytest.raises(ValueError, match=keyword):
         JsonSchema(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "items": False},
+        {"type": "array", "prefixItems": [{"type": "boolean"}], "items": {"enum": ["x"]}, "minItems": 2, "maxItems": 3},
+        {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 40, "multipleOf": 7}]},
+        {"oneOf": [{"type": "boolean"}, {"type": "string", "maxLength": 2}]},
+        {"type": "string", "pattern": "^ab?"},
+        {"type": "string", "pattern": "b$", "maxLength": 4},
+        {"type": "string", "minLength": 2, "maxLength": 3},
+        {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a", "b"], "maxProperties": 2},
+        {"type": "object", "additionalProperties": {"type": "boolean"}, "minProperties": 1},
+        {"type": ["integer", "null"], "exclusiveMaximum": 12, "exclusiveMinimum": -3},
+        {"$defs": {"x": {"type": "boolean"}}, "type": "array", "items": {"$ref": "#/$defs/x", "enum": [True]}},
+        {"type": "number", "multipleOf": 0.25, "minimum": -1, "maximum": 1},
+        {"minLength": 3, "maxLength": 3, "type": ["string", "boolean"]},
+    ],
+    ids=str,
+)
+def test_documents_of_random_tokens_are_valid(schema: dict) -> None:
+    """What is enforced is enforced: walks over the masks by random tokens end in documents that jsonschema accepts."""
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(schema)
+    language = JsonSchema(schema).language(lm())
+    rng, found = random.Random(3), 0
+    for _ in range(60):
+        state, spelt = language.root(), b""
+        for _ in range(25):
+            if state.accepting and (rng.random() < 0.5 or language.closes([state])[0]):
+                validator.validate(json.loads(spelt))
+                found += 1
+                break
+            ids = language.mask([state])[0].nonzero()[:, 0].tolist()
+            ending = [i for i in ids if pieces()[i][-1:] in b'"}]' or pieces()[i] in (b"true", b"b")]
+            token = rng.choice(ending if ending and rng.random() < 0.4 else ids)
+            state, spelt = language.child(state, token), spelt + pieces()[token]
+    assert found >= 10
 
 
 def test_names_of_properties_are_not_keywords() -> None:

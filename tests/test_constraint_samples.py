@@ -24,10 +24,20 @@ REGEXES = {
     r"(?i) (yes|no|maybe)": "Is water wet? Answer:",
     r"[\p{L}]{3,6}\n[^\n]{3,10}!": "A poem:\n",
 }
+TREE = {
+    "type": "object",
+    "properties": {"v": {"enum": [1, 2]}, "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/tree"}]}},
+    "required": ["v", "next"],
+    "additionalProperties": False,
+}
+BITS = {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}
 SCHEMAS = [
     {
         "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 130}},
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        },
         "required": ["name", "age"],
         "additionalProperties": False,
     },
@@ -36,29 +46,24 @@ SCHEMAS = [
     {"type": "array", "items": {"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 9}, "maxItems": 3},
     {"type": "string", "pattern": "^[a-z]{2,5}é$"},
     {"const": {"ü": ["€", {"x": 1.5}]}},
-    {
-        "$defs": {
-            "tree": {
-                "type": "object",
-                "properties": {
-                    "v": {"enum": [1, 2]},
-                    "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/tree"}]},
-                },
-                "required": ["v", "next"],
-                "additionalProperties": False,
-            }
-        },
-        "$ref": "#/$defs/tree",
-    },
+    {"$defs": {"tree": TREE}, "$ref": "#/$defs/tree"},
     {
         "type": "object",
-        "properties": {"a": {"type": "object", "properties": {"b": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}}, "required": ["b"], "additionalProperties": False}},
+        "properties": {
+            "a": {"type": "object", "properties": {"b": BITS}, "required": ["b"], "additionalProperties": False}
+        },
         "required": ["a"],
         "additionalProperties": False,
     },
-    {"type": "object", "patternProperties": {"^k[0-9]$": {"type": "integer", "maximum": 9, "minimum": 0}}, "additionalProperties": False, "minProperties": 1, "maxProperties": 1},
+    {
+        "type": "object",
+        "patternProperties": {"^k[0-9]$": {"type": "integer", "maximum": 9, "minimum": 0}},
+        "additionalProperties": False,
+        "minProperties": 1,
+        "maxProperties": 1,
+    },
     {"anyOf": [{"type": "string", "format": "date"}, {"type": "boolean"}]},
-]  # fmt: skip
+]
 GRAMMARS = {
     'start: sum\nsum: item (("+" | "-") item)*\nitem: NUMBER | "(" sum ")"\nNUMBER: /[0-9]{1,2}/': "2+3 = ",
     'start: "<" NAME ">" body "</>"\nbody: start | WORD\nNAME: /[a-z]{1,3}/\nWORD: /[A-Z]{1,4}/': "XML: ",

@@ -1,8 +1,8 @@
 """The evidence of a constraint on a real model, against all tokenisations: the end paid for, and not.
 
-` (Paris|London|Lyon city)` after "The capital of France is" has 288 tokenisations under SmolLM2. Their probabilities and
-those of EOS after each make an exact finite chain; SMC then runs on the chain, many seeds at a time, with the masks that
-the real tokenizer gives (compared at every prefix).
+` (Paris|London|Lyon city)` after "The capital of France is" has 288 tokenisations under SmolLM2. Their probabilities
+and those of EOS after each make an exact finite chain; SMC then runs on the chain, many seeds at a time, with the masks
+that the real tokenizer gives (compared at every prefix).
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ class Block(NamedTuple):
     """Consecutive new tokens of every row.
 
     `ids` `[row, step]`; `valid`: False after a row's end (those ids mean nothing and are not weighted); `ends`: the
-    row's text finishes inside this block, by end of sequence, by a stop (see `Stop`) or by the length cap, so a terminal
-    term is due now, and only now; `stopped`: those that a stop finished; `start`: how many tokens the rows had generated
-    before this block.
+    row's text finishes inside this block, by end of sequence, by a stop (see `Stop`) or by the length cap, so a
+    terminal term is due now, and only now; `stopped`: those that a stop finished; `start`: how many tokens the rows had
+    generated before this block.
     """
 
     ids: Int[Tensor, "row step"]
@@ -108,7 +108,9 @@ class Batch:
             ValueError: there is none.
         """
         if self.model is None:
-            raise ValueError(f"{asker!r} reads text, so the target or the proposal needs a language model: add LM(model)")
+            raise ValueError(
+                f"{asker!r} reads text, so the target or the proposal needs a language model: add LM(model)"
+            )
         return self.model
 
     def shared(self, key: Hashable, make: Callable[[], F]) -> F:

@@ -54,7 +54,7 @@ def _of_tokenizer(model: Any) -> tuple[bytes, ...]:
             f"the tokens of {model.name} can't be read as pieces of text: its tokenizer is neither byte-level nor "
             "SentencePiece; give token ids instead of text"
         )
-    added = {i: token for i, token in model.tokenizer.added_tokens_decoder.items()}
+    added = dict(model.tokenizer.added_tokens_decoder)
     control = {*model.tokenizer.all_special_ids, *model.eos_ids, *(i for i, token in added.items() if token.special)}
     pieces = model.tokenizer.convert_ids_to_tokens(list(range(model.vocab_size)))
     return tuple(

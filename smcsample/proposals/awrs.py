@@ -25,13 +25,13 @@ class AWRS(Proposal):
     """Tokens of a draft, tested one after the other until one is allowed (Lipkin et al. 2025, arXiv 2504.05410).
 
     Candidates come from the draft's law p without replacement; the first that every factor with a test allows is the
-    token x, whose law is p cut to the allowed tokens. Their mass Z is not known and is what the weight has to carry; going
-    on until a second token is allowed gives an estimate of it that is never zero and has mean Z whatever x is (see
-    `log_mass`). So the weights are proper for a constraint that costs a few tests per token instead of a mask over the
-    vocabulary: 2/Z tests or fewer on average.
+    token x, whose law is p cut to the allowed tokens. Their mass Z is not known and is what the weight has to carry:
+    going on until a second token is allowed gives an estimate of it that is never zero and has mean Z whatever x is
+    (see `log_mass`). So the weights are proper for a constraint that costs a few tests per token, at most 2/Z on
+    average, instead of a mask over the vocabulary.
 
-    `log_q` then is log p(x) − log Ẑ, whose exponential is right on average only. All tokens are drafted, none is a
-    bonus: a bonus would be drawn without the test.
+    `log_q` then is log p(x) − log Ẑ, which is right on average only. All tokens are drafted and none is a bonus,
+    which would be drawn without the test.
 
     Args:
         draft: the law to draw from.
@@ -152,11 +152,12 @@ class AWRSDrafter(Drafter):
 def log_mass(log_x: float, rejected: Sequence[float], log_left: float) -> float:
     """log Ẑ, with E[Ẑ | x] = Z, the mass of the allowed tokens.
 
-    Let the rejected tokens z_1 … z_n come in this order, the allowed x somewhere among them, and s_i = 1 − Σ_{j ≤ i} p(z_j)
-    be what is left after i rejections. If x came after m of them, one more draw without replacement estimates Z by
-    p(x) + (s_m − p(x))·1[it is allowed]: unbiased given x and z_1 … z_m (the recursive estimator of Lipkin et al.). It is
-    zero too often to be good, so go on to the second allowed token, or to the last test, and average over m given all
-    that was seen: x comes after m rejections with probability
+    Let the rejected tokens z_1 … z_n come in this order, the allowed x somewhere among them, and let
+    s_i = 1 − Σ_{j ≤ i} p(z_j) be what is left after i rejections. If x came after m of them, one more draw without
+    replacement estimates Z by p(x) + (s_m − p(x))·1[it is allowed]: unbiased given x and z_1 … z_m (the recursive
+    estimator of Lipkin et al.). Where the allowed mass is spread it is mostly next to nothing. So go on to the second
+    allowed token, or to the last test, and average over m given all that was seen: x came after m rejections with
+    probability
 
         ω_m ∝ (1/s_m) ∏_{i < m} 1/s_i ∏_{m ≤ i < n} 1/(s_i − p(x)),
 
