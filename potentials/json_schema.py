@@ -72,7 +72,8 @@ def _unenforced(schema: Any, where: str) -> Iterator[tuple[str, str]]:
             yield from _unenforced(part, f"{where}/{i}")
     elif isinstance(schema, Mapping):
         for keyword, value in schema.items():
-            if keyword not in ENFORCED | ANNOTATIONS:
+            stray = keyword == "additionalItems" and not isinstance(schema.get("items"), list)
+            if keyword not in ENFORCED | ANNOTATIONS or stray:
                 yield where, keyword
             elif keyword in MAPS_OF_SCHEMAS and isinstance(value, Mapping):
                 for name, part in value.items():

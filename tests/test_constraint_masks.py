@@ -304,6 +304,7 @@ def test_whitespace_loops() -> None:
         ({"$defs": {"x": {"type": "string", "nullable": True}}, "$ref": "#/$defs/x"}, "nullable"),
         ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
         ({"unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"prefixItems": [{"type": "integer"}], "additionalItems": False}, "additionalItems"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ({"type": "string", "format": "made-up"}, "format"),
     ],
