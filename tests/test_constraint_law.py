@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+import smcsample as smc
 from constraint_models import EOS, TOKENS, Law, P, Q, check, constrained, regex_law
 from smcsample.potentials import LM, Ban, Bias, Choice, Complete, Potential, Regex, StopAt
 from smcsample.proposals import Constrained, Draft
@@ -148,3 +149,10 @@ def test_complete_where_a_constraint_can_end_texts() -> None:
     assert 0 < len(full) < len(gamma)
     for k in (0, 1, 3):
         check(LM(P) * Regex(CLOSES) * Complete(), {0: full}, 3, block_size=k)
+
+
+def test_what_the_draft_cannot_reach_has_no_weight() -> None:
+    """The draft never gives what the constraint asks for: its rows are lost, not let through by some other token."""
+    blind = smc.TabularLM([0, 0.5, 0.5, 0, 0], [[0, 0.5, 0.5, 0, 0]] * 5, EOS, tokens=TOKENS, name="blind")
+    posterior = smc.sample([0], LM(P) * Regex("ab"), Draft(blind, 1.0), block_size=2, max_new_tokens=4)
+    assert posterior.status is smc.Status.DEAD
