@@ -1,6 +1,28 @@
 """The factors a target is made of."""
 
 from smcsample.potentials.base import Potential, Power, Product, Scorer
+from smcsample.potentials.choice import Choice
+from smcsample.potentials.constraint import Constraint
+from smcsample.potentials.grammars import Grammar, JsonSchema, Regex
+from smcsample.potentials.guide import Guide
 from smcsample.potentials.lm import LM
+from smcsample.potentials.stopping import Complete, StopAt
+from smcsample.potentials.tables import Ban, Bias
 
-__all__ = ["LM", "Potential", "Power", "Product", "Scorer"]
+__all__ = [
+    "LM",
+    "Ban",
+    "Bias",
+    "Choice",
+    "Complete",
+    "Constraint",
+    "Grammar",
+    "Guide",
+    "JsonSchema",
+    "Potential",
+    "Power",
+    "Product",
+    "Regex",
+    "Scorer",
+    "StopAt",
+]

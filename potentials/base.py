@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from smcsample.lm.batch import Batch, Block
+from smcsample.potentials.guide import Guide, PowerGuide
 
 if TYPE_CHECKING:
     from smcsample.lm.stream import Model
@@ -83,6 +84,27 @@ class Potential(ABC):
         """The language models this potential reads."""
         return ()
 
+    def guide(self, batch: Batch) -> Guide | None:
+        """What a proposal may ask of this factor while it drafts; None if it may ask nothing."""
+        return None
+
+    @property
+    def guides(self) -> bool:
+        """True if `guide` gives tables: then a `Draft` follows them by default, as `Constrained` says."""
+        return False
+
+    @property
+    def tests(self) -> bool:
+        """True if `guide` can say of single tokens whether they may come next: for `AWRS`."""
+        return self.guides
+
+    @property
+    def defers_end(self) -> bool:
+        """True if the whole increment of an end-of-sequence token (every factor's, and −log q) is to be kept for the
+        end of the group's run. The target stays what it is; what changes is which particles a resampling on the way
+        prefers. Without it, a finished text that paid dearly for its end loses to unfinished ones that still will."""
+        return False
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
@@ -112,6 +134,10 @@ class Product(Potential):
     @property
     def models(self) -> tuple[Model, ...]:
         return tuple(model for part in self.parts for model in part.models)
+
+    @property
+    def defers_end(self) -> bool:
+        return any(part.defers_end for part in self.parts)
 
     def __pow__(self, alpha: float) -> Potential:
         return Product(tuple(part**alpha for part in self.parts))
@@ -172,6 +198,22 @@ class Power(Potential):
     @property
     def models(self) -> tuple[Model, ...]:
         return self.base.models
+
+    @property
+    def guides(self) -> bool:
+        return self.base.guides
+
+    @property
+    def tests(self) -> bool:
+        return self.base.tests
+
+    def guide(self, batch: Batch) -> Guide | None:
+        base = self.base.guide(batch)
+        return None if base is None else PowerGuide(base, self.alpha)
+
+    @property
+    def defers_end(self) -> bool:
+        return self.base.defers_end
 
     def __pow__(self, alpha: float) -> Potential:
         return Power(self.base, self.alpha * alpha)

@@ -34,7 +34,8 @@ class Rows:
 
     `live`: the groups still running, in order; `closed`: those whose deferred terms are paid. `ids`, `log_q`: what was
     generated, and the log-probability it was drawn with; `lengths`: how many of a row's tokens count (its EOS is the
-    last one); `lost`: rows of weight zero. `done`: the tokens of groups that have left.
+    last one); `lost`: rows of weight zero; `stopped`: rows whose text a stop finished; `held`: log-increments kept for
+    the end of the group's run (see `Potential.defers_end`). `done`: the tokens of groups that have left.
     """
 
     batch: Batch
@@ -46,16 +47,20 @@ class Rows:
     log_q: Float[Tensor, "row token"]
     lengths: Int[Tensor, " row"]
     lost: Bool[Tensor, " row"]
+    stopped: Bool[Tensor, " row"]
+    held: Float[Tensor, " row"]
     done: dict[int, Texts]
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The tokens of one finished group: `ids`, `log_q` `[particle, token]`, of which `lengths` count."""
+    """The tokens of one finished group: `ids`, `log_q` `[particle, token]`, of which `lengths` count; `stopped`: texts
+    that a stop finished."""
 
     ids: Int[Tensor, "particle token"]
     log_q: Float[Tensor, "particle token"]
     lengths: Int[Tensor, " particle"]
+    stopped: Bool[Tensor, " particle"]
 
 
 class SequenceModel:
@@ -84,15 +89,21 @@ class SequenceModel:
     ) -> None:
         self.prompts, self.target, self.proposal = prompts, target, proposal
         self.block_size, self.max_new_tokens, self.eos_ids = block_size, max_new_tokens, eos_ids
+        self._holds_ends = any(factor.defers_end for factor in target.factors)
         self._pools = {} if pools is None else pools
         self._batches: list[Batch] = []
 
     def initial(self, source: Source) -> Rows:
         eos = torch.tensor(self.eos_ids, dtype=torch.long, device=source.device)
-        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens, self.block_size + 1, self._pools)
+        model = next(iter((*self.target.models, *self.proposal.models)), None)
+        page = self.block_size + 1
+        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens, page, self._pools, model)
         self._batches.append(batch)
         none = torch.zeros(batch.n_rows, 0, dtype=torch.float64, device=source.device)
         scorers = [factor.start(batch) for factor in self.target.factors]
+        drafter = self.proposal.start(batch)
+        if self.block_size == 0 and not drafter.leaves_bonus:
+            raise ValueError(f"block_size = 0 leaves no token to proposal {self.proposal!r}; use block_size >= 1")
         if self.block_size == 0 and not any(scorer.looks_ahead for scorer in scorers):
             raise ValueError(
                 f"block_size = 0 needs a factor that can weigh the whole vocabulary, and none of {self.target!r} can; "
@@ -100,7 +111,7 @@ class SequenceModel:
             )
         return Rows(
             batch,
-            self.proposal.start(batch),
+            drafter,
             scorers,
             live=torch.arange(source.n_groups, device=source.device),
             closed=torch.zeros(source.n_groups, dtype=torch.bool, device=source.device),
@@ -108,6 +119,8 @@ class SequenceModel:
             log_q=none,
             lengths=torch.zeros_like(batch.ended, dtype=torch.long),
             lost=torch.zeros_like(batch.ended),
+            stopped=torch.zeros_like(batch.ended),
+            held=none.sum(dim=1),
             done={},
         )
 
@@ -146,7 +159,7 @@ class SequenceModel:
 
     def _round(self, rows: Rows) -> Float[Tensor, " row"]:
         """Extend, score, bonus: the log-increments of one round."""
-        looking = [i for i, scorer in enumerate(rows.scorers) if scorer.looks_ahead]
+        looking = [i for i, scorer in enumerate(rows.scorers) if scorer.looks_ahead and rows.drafter.leaves_bonus]
         room = self.max_new_tokens - rows.ids.shape[1]
         drafted = min(self.block_size, room - 1 if looking else room)
         increments = torch.zeros_like(rows.lengths, dtype=torch.float64)
@@ -167,9 +180,7 @@ class SequenceModel:
         log_q = masked(self._shaped(log_q, block.ids.shape, repr(self.proposal), "log q"), block)
         self._refuse(torch.isfinite(log_q), log_q, f"proposal {self.proposal!r} gave a log q", rows, block.start)
         scores = [self._score(rows, i, block) for i in range(len(rows.scorers))]
-        increments = (reduce(torch.add, scores) - log_q).sum(dim=1)
-        self._append(rows, block, log_q, increments)
-        return increments
+        return self._append(rows, block, log_q, reduce(torch.add, scores) - log_q)
 
     def _bonus(self, rows: Rows, looking: list[int]) -> Float[Tensor, " row"]:
         """One token from q_b(v) ∝ exp(Σ_i ℓ_i(v)) over the factors that look ahead, weighted like any other token.
@@ -197,8 +208,7 @@ class SequenceModel:
             increment = increment + score
         rows.drafter.observe(block)
         log_q = torch.where(told, logits.gather(1, tokens[:, None])[:, 0].double() - normaliser, -math.inf)
-        self._append(rows, block, log_q[:, None], increment)
-        return increment
+        return self._append(rows, block, log_q[:, None], increment[:, None])
 
     def _score(self, rows: Rows, i: int, block: Block) -> Float[Tensor, "row step"]:
         name = f"potential {self.target.factors[i]!r}"
@@ -235,14 +245,24 @@ class SequenceModel:
                 f"{start + sum(step)}; it must be {legal_values}"
             )
 
-    @staticmethod
-    def _append(rows: Rows, block: Block, log_q: Float[Tensor, "row step"], increments: Float[Tensor, " row"]) -> None:
-        """Commit a block. A row that it gave weight zero is at its end: nothing can bring its weight back."""
+    def _append(
+        self, rows: Rows, block: Block, log_q: Float[Tensor, "row step"], increments: Float[Tensor, "row step"]
+    ) -> Float[Tensor, " row"]:
+        """Commit a block; returns what each row gains now. A row that it gave weight zero is at its end: nothing can
+        bring its weight back."""
+        gained = increments.sum(dim=1)
+        rows.lost = rows.lost | (gained == -math.inf)
+        if self._holds_ends:
+            eos = torch.isin(block.ids, rows.batch.eos_ids) & block.valid
+            held = torch.where(eos & ~rows.lost[:, None], increments, 0.0)
+            rows.held = rows.held + held.sum(dim=1)
+            gained = torch.where(rows.lost, gained, (increments - held).sum(dim=1))
         rows.ids = torch.cat([rows.ids, block.ids], dim=1)
         rows.log_q = torch.cat([rows.log_q, log_q], dim=1)
         rows.lengths = rows.lengths + block.valid.sum(dim=1)
-        rows.lost = rows.lost | (increments == -math.inf)
+        rows.stopped = rows.stopped | block.stopped
         rows.batch.ended = rows.batch.ended | block.ends | rows.lost
+        return gained
 
     @staticmethod
     def _finished_live(rows: Rows) -> Bool[Tensor, " live"]:
@@ -253,6 +273,7 @@ class SequenceModel:
         due = self._finished_live(rows) & ~rows.closed
         if bool(due.any()):
             paying = due.repeat_interleave(rows.batch.n_particles) & ~rows.lost
+            spread[rows.live] += rows.held.masked_fill(~paying, 0.0).view(len(due), -1)
             for factor, scorer in zip(self.target.factors, rows.scorers, strict=True):
                 term = scorer.finish()
                 if term is not None:
@@ -276,9 +297,9 @@ class SequenceModel:
         """Put the tokens of these groups where `texts` finds them."""
         groups, tokens = (len(rows.live), rows.batch.n_particles), rows.ids.shape[1]
         ids, log_q = rows.ids.view(*groups, tokens), rows.log_q.view(*groups, tokens)
-        lengths = rows.lengths.view(groups)
+        lengths, stopped = rows.lengths.view(groups), rows.stopped.view(groups)
         for i in over.nonzero()[:, 0].tolist():
-            rows.done[int(rows.live[i])] = Texts(ids[i], log_q[i], lengths[i])
+            rows.done[int(rows.live[i])] = Texts(ids[i], log_q[i], lengths[i], stopped[i])
 
     @staticmethod
     def _move(rows: Rows, ancestors: Int[Tensor, " kept"]) -> None:
@@ -286,3 +307,4 @@ class SequenceModel:
             part.select(ancestors)
         rows.ids, rows.log_q = rows.ids[ancestors], rows.log_q[ancestors]
         rows.lengths, rows.lost = rows.lengths[ancestors], rows.lost[ancestors]
+        rows.stopped, rows.held = rows.stopped[ancestors], rows.held[ancestors]

@@ -16,8 +16,9 @@ class TextPosterior(Posterior):
     """N weighted continuations; the values are their texts.
 
     `token_ids`: the generated ids of each particle, its EOS included. `log_q`: the log-probability each of them was
-    drawn with (its proposal's law for a drafted token, the bonus law for a bonus). `finish_reasons`: "eos", or "length"
-    for a text cut at the cap, or "lost" for one that reached weight zero before its end and was not followed there.
+    drawn with (its proposal's law for a drafted token, the bonus law for a bonus). `finish_reasons`: "eos", or "stop"
+    for a text completed by a constraint or a `StopAt`, or "length" for one cut at the cap, or "lost" for one that
+    reached weight zero before its end and was not followed there.
     """
 
     def __init__(self, prompt_ids: list[int], texts: Texts, model: Model, history: History, source: Source) -> None:
@@ -30,7 +31,8 @@ class TextPosterior(Posterior):
         ended = [bool(ids) and ids[-1] in model.eos_ids for ids in self.token_ids]
         lost = (self.log_weights == float("-inf")).tolist()
         self.finish_reasons = [
-            "eos" if e else "lost" if gone else "length" for e, gone in zip(ended, lost, strict=True)
+            "eos" if e else "lost" if gone else "stop" if stopped else "length"
+            for e, gone, stopped in zip(ended, lost, texts.stopped.tolist(), strict=True)
         ]
 
     @property

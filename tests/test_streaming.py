@@ -64,7 +64,8 @@ def test_every_certain_prefix_is_one_of_every_answer_that_can_follow() -> None:
 
 
 def test_rows_of_weight_zero_have_no_say() -> None:
-    texts = Texts(torch.tensor([[7, 8], [7, 9], [1, 1]]), torch.zeros(3, 2), torch.tensor([2, 2, 2]))
+    ids = torch.tensor([[7, 8], [7, 9], [1, 1]])
+    texts = Texts(ids, torch.zeros(3, 2), torch.tensor([2, 2, 2]), torch.zeros(3, dtype=torch.bool))
     assert shared_tokens(texts, torch.tensor([0.0, -3.0, -torch.inf])) == [7]
     assert shared_tokens(texts, torch.full((3,), -torch.inf)) == []
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,14 +20,16 @@ if TYPE_CHECKING:
 class Block(NamedTuple):
     """Consecutive new tokens of every row.
 
-    `ids` `[row, step]`; `valid`: False after a row's end of sequence (those ids mean nothing and are not weighted);
-    `ends`: the row's text finishes inside this block, by end of sequence or by the length cap, so a terminal term is
-    due now, and only now; `start`: how many tokens the rows had generated before this block.
+    `ids` `[row, step]`; `valid`: False after a row's end (those ids mean nothing and are not weighted); `ends`: the
+    row's text finishes inside this block, by end of sequence, by a stop (see `Stop`) or by the length cap, so a
+    terminal term is due now, and only now; `stopped`: those that a stop finished; `start`: how many tokens the rows had
+    generated before this block.
     """
 
     ids: Int[Tensor, "row step"]
     valid: Bool[Tensor, "row step"]
     ends: Bool[Tensor, " row"]
+    stopped: Bool[Tensor, " row"]
     start: int
 
     @property
@@ -35,13 +38,33 @@ class Block(NamedTuple):
         return self.start + self.ids.shape[1]
 
 
+@runtime_checkable
+class Follower(Protocol):
+    """State with one entry per row that several potentials and proposals share, moved by the batch."""
+
+    def select(self, ancestors: Int[Tensor, " kept"]) -> None: ...
+
+
+@runtime_checkable
+class Stop(Protocol):
+    """Says where texts are complete without an end-of-sequence token."""
+
+    def completes(self, ids: Int[Tensor, "row step"], going: Bool[Tensor, "row step"]) -> Bool[Tensor, "row step"]:
+        """Whether the row's text is complete after each of these tokens, which are not committed yet. Only the first
+        True of a row counts, and only where `going`; there is no EOS among those tokens."""
+        ...
+
+
+F = TypeVar("F", bound=Follower)
+
+
 @dataclass
 class Batch:
     """The rows a run follows. Row g·N + n is particle n of group g.
 
     `ended`: rows that take no more tokens. `groups`: which groups of the run these are. `page_size`: tokens per page of
     a model's keys and values, best the number of tokens of a round. `pools`: those pages, by model; batches that run at
-    the same time may share them.
+    the same time may share them. `model`: the model whose vocabulary the tokens are of; see `reader`.
 
     Groups that finish leave: rows shrink at a `select` with fewer ancestors than rows. So a scorer or drafter keeps
     whatever it knows about a row in tensors with one entry per row, and gathers them in its `select`.
@@ -53,9 +76,12 @@ class Batch:
     max_new_tokens: int
     page_size: int = 8
     pools: dict[Any, PagePool] = field(default_factory=dict)
+    model: Model | None = None
     ended: Bool[Tensor, " row"] = field(init=False)
     groups: Int[Tensor, " group"] = field(init=False)
     _streams: dict[Model, LMStream] = field(init=False, default_factory=dict)
+    _shared: dict[Hashable, Any] = field(init=False, default_factory=dict)
+    _stops: list[Stop] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.groups = torch.arange(self.source.n_groups, device=self.device)
@@ -79,23 +105,59 @@ class Batch:
             self._streams[model] = model.stream(self)
         return self._streams[model]
 
+    def reader(self, asker: object) -> Model:
+        """The model that turns token ids into text, for `asker`, a potential that reads text.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.model is None:
+            raise ValueError(
+                f"{asker!r} reads text, so the target or the proposal needs a language model: add LM(model)"
+            )
+        return self.model
+
+    def shared(self, key: Hashable, make: Callable[[], F]) -> F:
+        """The state of this key over these rows, made once and moved by the batch: for what a potential and a proposal
+        both follow (a constraint that masks drafts and weighs them)."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def add_stop(self, stop: Stop) -> None:
+        """Let `stop` end texts, too."""
+        self._stops.append(stop)
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether texts can be complete without an end-of-sequence token."""
+        return bool(self._stops)
+
     def name_row(self, row: int) -> str:
         """A row as a user counts: by prompt and particle."""
         return f"prompt {int(self.groups[row // self.n_particles])}, particle {row % self.n_particles}"
 
     def block(self, ids: Int[Tensor, "row step"], start: int) -> Block:
-        """Tokens appended to every row, with what follows from the end-of-sequence ids and the length cap."""
+        """Tokens appended to every row, with what follows from the end-of-sequence ids, the stops and the length cap.
+
+        Stops look ahead from what their rows have committed, so call it for whole blocks, from the first token that
+        the scorers have not seen.
+        """
         eos = torch.isin(ids, self.eos_ids)
-        after_eos = eos.cumsum(dim=1) - eos.long() > 0
-        valid = ~(self.ended[:, None] | after_eos)
+        valid = ~(self.ended[:, None] | after_first(eos))
+        stops = torch.zeros_like(eos)
+        for stop in self._stops:
+            stops = stops | (stop.completes(ids, valid & ~eos) & valid & ~eos)
+        last = eos | stops
+        valid = ~(self.ended[:, None] | after_first(last))
         capped = start + ids.shape[1] >= self.max_new_tokens
-        return Block(ids, valid, ~self.ended & (eos.any(dim=1) | capped), start)
+        return Block(ids, valid, ~self.ended & (last.any(dim=1) | capped), (stops & valid).any(dim=1), start)
 
     def select(self, ancestors: Int[Tensor, " kept"]) -> None:
         """Every row becomes a copy of its ancestor, and every stream with it."""
         self.ended = self.ended[ancestors]
-        for stream in self._streams.values():
-            stream.select(ancestors)
+        for follower in (*self._streams.values(), *self._shared.values()):
+            follower.select(ancestors)
 
     def release(self) -> None:
         """Give back what the streams hold; they are not used again."""
@@ -116,6 +178,11 @@ class Batch:
         rows = (groups[:, None] * n + torch.arange(n, device=self.device)).flatten()
         self.select(rows)
         return rows
+
+
+def after_first(marks: Bool[Tensor, "row step"]) -> Bool[Tensor, "row step"]:
+    """True to the right of each row's first mark."""
+    return marks.cumsum(dim=1) - marks.long() > 0
 
 
 def masked(values: Float[Tensor, "row step"], block: Block) -> Float[Tensor, "row step"]:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 class Drafter(ABC):
     """A proposal's running state over the rows of one batch."""
 
+    leaves_bonus: bool = True
+    """False if every token of a round must be drafted: then no bonus token is drawn."""
+
     @abstractmethod
     def draft(self, k: int) -> tuple[Block, Float[Tensor, "row step"]]:
         """`k` tokens for every row, and the log-probability of each under the law it was really drawn from."""

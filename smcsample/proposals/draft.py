@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from smcsample.kernels.ops import Purpose
 from smcsample.lm.batch import Batch, Block
-from smcsample.lm.law import TokenLaw
+from smcsample.lm.law import NextToken, TokenLaw
 from smcsample.lm.stream import LMStream, Model
 from smcsample.potentials import LM, Potential, Power
 from smcsample.proposals.base import Drafter, Proposal
@@ -39,6 +39,7 @@ class Draft(Proposal):
     top_k: int | None = None
     top_p: float = 1.0
     allow_truncation: bool = False
+    guided: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, Model):
@@ -58,7 +59,20 @@ class Draft(Proposal):
     def start(self, batch: Batch) -> DraftDrafter:
         return DraftDrafter(batch, batch.stream(self.model), self.law)
 
-    def matched_to(self, target: Potential) -> Draft:
+    def matched_to(self, target: Potential) -> Proposal:
+        matched = self.tempered_to(target)
+        if self.guided and any(factor.guides for factor in target.factors):
+            from smcsample.proposals.constrained import Constrained
+
+            return Constrained(matched).matched_to(target)
+        return matched
+
+    def tempered_to(self, target: Potential) -> Draft:
+        """This draft with its temperature chosen.
+
+        Raises:
+            ValueError: it is cut and the target is not.
+        """
         matched = self if self.temperature is not None else replace(self, temperature=matched_temperature(target))
         covered = any(lm.model is self.model and matched.law.covers(lm.law) for lm, _ in lm_factors(target))
         if matched.law.truncated and not covered and not self.allow_truncation:
@@ -81,19 +95,29 @@ class DraftDrafter(Drafter):
         start, ids, log_q = self.position, [], []
         going = ~self.batch.ended
         for position in range(start, start + k):
-            law = self.stream.law(position, self.law)
+            law = self.law_at(position)
             tokens = self.batch.source.tokens(law.weights, position, Purpose.DRAFT, going)
             ids.append(tokens)
             log_q.append(law.log_prob(tokens))
             going = going & ~torch.isin(tokens, self.batch.eos_ids)
-            self.stream.observe(self.batch.block(tokens[:, None], position))
+            self.stream.observe(fed(tokens, position))
         self.stream.check()
         self.position = start + k
         return self.batch.block(torch.stack(ids, dim=1), start), torch.stack(log_q, dim=1)
 
+    def law_at(self, position: int) -> NextToken:
+        """The law of token `position` of every row."""
+        return self.stream.law(position, self.law)
+
     def observe(self, block: Block) -> None:
         self.stream.observe(block)
         self.position = block.stop
+
+
+def fed(tokens: Int[Tensor, " row"], position: int) -> Block:
+    """One token per row for a stream to read. Where texts end is told by the block of all the draft's tokens."""
+    nowhere = torch.zeros_like(tokens, dtype=torch.bool)
+    return Block(tokens[:, None], ~nowhere[:, None], nowhere, nowhere, position)
 
 
 def lm_factors(target: Potential) -> list[tuple[LM, float]]:
