@@ -15,10 +15,10 @@ from smcsample.history import histories
 from smcsample.lm.compatible import check_compatible, check_ids
 from smcsample.lm.prompt import Prompt, split
 from smcsample.lm.stream import Model
-from smcsample.potentials import LM, Potential
+from smcsample.potentials import LM, Potential, PotentialError
 from smcsample.progress import RoundProgress
 from smcsample.proposals import Draft, Proposal, default_proposal
-from smcsample.sequence import SequenceModel
+from smcsample.sequence import SequenceModel, Texts
 from smcsample.source import Source
 from smcsample.text_posterior import TextPosterior
 
@@ -90,6 +90,8 @@ def sample(
     Raises:
         ValueError, TypeError: bad input, before any model runs.
         FloatingPointError: a model or potential gave NaN or +inf; the message says which, and where.
+        PotentialError: a user's function inside a potential failed; the posteriors of the prompts that were finished by
+            then are in its `finished`, by their index.
     """
     prompts, single = split(prompt)
     target = target if isinstance(target, Potential) else LM(target)
@@ -119,19 +121,34 @@ def sample(
     final = None
     show = sys.stderr.isatty() if progress is None else progress
     with RoundProgress(max_new_tokens, len(ids), disabled=not show) as bar:
-        for final in run(
-            model, n_particles, n_groups=len(ids), resampling=resampling, ess_threshold=ess_threshold, source=source
-        ):
-            steps.append(replace(final, state=None))
-            bar.update(final)
+        try:
+            for final in run(
+                model, n_particles, n_groups=len(ids), resampling=resampling, ess_threshold=ess_threshold, source=source
+            ):
+                steps.append(replace(final, state=None))
+                bar.update(final)
+        except PotentialError as error:  # what is finished is kept: it may have taken hours
+            if final is not None and final.state is not None:
+                over = torch.stack([step.last for step in steps]).any(dim=0)
+                done = {g: texts for g, texts in sorted(final.state.done.items()) if over[g]}
+                error.finished = _posteriors(done, ids, main, steps, source)
+            raise
     assert final is not None
     assert final.state is not None
-    texts = model.texts(final.state)
-    posteriors = [
-        TextPosterior(ids[g], texts[g], main, history, source.take(torch.tensor([g], device=source.device)))
-        for g, history in enumerate(histories(steps))
-    ]
+    texts = dict(enumerate(model.texts(final.state)))
+    posteriors = list(_posteriors(texts, ids, main, steps, source).values())
     return posteriors[0] if single else posteriors
+
+
+def _posteriors(
+    texts: dict[int, Texts], ids: list[list[int]], model: Model, steps: list[Step], source: Source
+) -> dict[int, TextPosterior]:
+    """The posteriors of the groups whose texts are given."""
+    history = histories(steps)
+    return {
+        g: TextPosterior(ids[g], text, model, history[g], source.take(torch.tensor([g], device=source.device)))
+        for g, text in texts.items()
+    }
 
 
 def _models(target: Potential, proposal: Proposal) -> list[Model]:

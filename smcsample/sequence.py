@@ -83,7 +83,8 @@ class SequenceModel:
 
     def initial(self, source: Source) -> Rows:
         eos = torch.tensor(self.eos_ids, dtype=torch.long, device=source.device)
-        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens)
+        model = next(iter((*self.target.models, *self.proposal.models)), None)
+        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens, None if model is None else model.decode)
         none = torch.zeros(batch.n_rows, 0, dtype=torch.float64, device=source.device)
         scorers = [factor.start(batch) for factor in self.target.factors]
         if self.block_size == 0 and not any(scorer.looks_ahead for scorer in scorers):
@@ -137,8 +138,10 @@ class SequenceModel:
         room = self.max_new_tokens - rows.ids.shape[1]
         drafted = min(self.block_size, room - 1 if looking else room)
         increments = torch.zeros_like(rows.lengths, dtype=torch.float64)
+        rows.batch.more = bool(looking)
         if drafted > 0:
             increments = increments + self._extend(rows, drafted)
+        rows.batch.more = False
         if looking:
             increments = increments + self._bonus(rows, looking)
         rows.batch.forget(rows.ids.shape[1])

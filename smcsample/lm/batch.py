@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,7 +39,9 @@ class Block(NamedTuple):
 class Batch:
     """The rows a run follows. Row g·N + n is particle n of group g.
 
-    `ended`: rows that take no more tokens. `groups`: which groups of the run these are.
+    `ended`: rows that take no more tokens. `groups`: which groups of the run these are. `decode`: token ids as text,
+    for potentials that read text. `more`: the round goes on after the block being scored (a bonus token follows), so
+    what a potential would pay ahead of time for the sake of resampling can wait.
 
     Groups that finish leave: rows shrink at a `select` with fewer ancestors than rows. So a scorer or drafter keeps
     whatever it knows about a row in tensors with one entry per row, and gathers them in its `select`.
@@ -48,6 +51,8 @@ class Batch:
     source: Source
     eos_ids: Int[Tensor, " eos"]
     max_new_tokens: int
+    decode: Callable[[Sequence[int]], str] | None = None
+    more: bool = field(init=False, default=False)
     ended: Bool[Tensor, " row"] = field(init=False)
     groups: Int[Tensor, " group"] = field(init=False)
     _streams: dict[Model, LMStream] = field(init=False, default_factory=dict)
