@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from smcsample.kernels.ops import Purpose, log_sum_exp
+from smcsample.ledger import Account, Ledger
 from smcsample.lm.batch import Batch, Block, masked
 from smcsample.potentials import Potential, Scorer
 from smcsample.proposals import Drafter, Proposal
@@ -32,7 +33,8 @@ class Rows:
 
     `live`: the groups still running, in order; `closed`: those whose deferred terms are paid. `ids`, `log_q`: what was
     generated, and the log-probability it was drawn with; `lengths`: how many of a row's tokens count (its EOS is the
-    last one); `lost`: rows of weight zero. `done`: the tokens of groups that have left.
+    last one); `lost`: rows of weight zero. `ledger`: log p and the factors' shares. `done`: the tokens of groups that
+    have left.
     """
 
     batch: Batch
@@ -44,16 +46,19 @@ class Rows:
     log_q: Float[Tensor, "row token"]
     lengths: Int[Tensor, " row"]
     lost: Bool[Tensor, " row"]
+    ledger: Ledger
     done: dict[int, Texts]
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The tokens of one finished group: `ids`, `log_q` `[particle, token]`, of which `lengths` count."""
+    """The tokens of one finished group: `ids`, `log_q` `[particle, token]`, of which `lengths` count; and its page of
+    the ledger."""
 
     ids: Int[Tensor, "particle token"]
     log_q: Float[Tensor, "particle token"]
     lengths: Int[Tensor, " particle"]
+    account: Account
 
 
 class SequenceModel:
@@ -102,6 +107,7 @@ class SequenceModel:
             log_q=none,
             lengths=torch.zeros_like(batch.ended, dtype=torch.long),
             lost=torch.zeros_like(batch.ended),
+            ledger=Ledger(self.target, batch),
             done={},
         )
 
@@ -135,7 +141,8 @@ class SequenceModel:
     def _round(self, rows: Rows) -> Float[Tensor, " row"]:
         """Extend, score, bonus: the log-increments of one round."""
         looking = [i for i, scorer in enumerate(rows.scorers) if scorer.looks_ahead]
-        room = self.max_new_tokens - rows.ids.shape[1]
+        start = rows.ids.shape[1]
+        room = self.max_new_tokens - start
         drafted = min(self.block_size, room - 1 if looking else room)
         increments = torch.zeros_like(rows.lengths, dtype=torch.float64)
         rows.batch.more = bool(looking)
@@ -144,6 +151,7 @@ class SequenceModel:
         rows.batch.more = False
         if looking:
             increments = increments + self._bonus(rows, looking)
+        rows.ledger.note(rows.ids[:, start:], start)
         rows.batch.forget(rows.ids.shape[1])
         return increments
 
@@ -195,6 +203,7 @@ class SequenceModel:
         score = self._shaped(rows.scorers[i].score(block), block.ids.shape, name, "score")
         score = masked(score, block)
         self._refuse_weights(score, name, rows, block.start)
+        rows.ledger.pay(i, score.sum(dim=1))
         return score
 
     def _table(self, rows: Rows, i: int) -> Float[Tensor, "row vocab"]:
@@ -243,12 +252,13 @@ class SequenceModel:
         due = self._finished_live(rows) & ~rows.closed
         if bool(due.any()):
             paying = due.repeat_interleave(rows.batch.n_particles) & ~rows.lost
-            for factor, scorer in zip(self.target.factors, rows.scorers, strict=True):
+            for i, (factor, scorer) in enumerate(zip(self.target.factors, rows.scorers, strict=True)):
                 term = scorer.finish()
                 if term is not None:
                     name = f"potential {factor!r}"
                     term = self._shaped(term, rows.lengths.shape, name, "finish").double().masked_fill(~paying, 0.0)
                     self._refuse_weights(term, name, rows, rows.ids.shape[1])
+                    rows.ledger.pay(i, term)
                     spread[rows.live] += term.view(len(due), -1)
             rows.closed = rows.closed | due
 
@@ -268,11 +278,11 @@ class SequenceModel:
         ids, log_q = rows.ids.view(*groups, tokens), rows.log_q.view(*groups, tokens)
         lengths = rows.lengths.view(groups)
         for i in over.nonzero()[:, 0].tolist():
-            rows.done[int(rows.live[i])] = Texts(ids[i], log_q[i], lengths[i])
+            rows.done[int(rows.live[i])] = Texts(ids[i], log_q[i], lengths[i], rows.ledger.account(i))
 
     @staticmethod
     def _move(rows: Rows, ancestors: Int[Tensor, " kept"]) -> None:
-        for part in (rows.drafter, *rows.scorers):
+        for part in (rows.drafter, *rows.scorers, rows.ledger):
             part.select(ancestors)
         rows.ids, rows.log_q = rows.ids[ancestors], rows.log_q[ancestors]
         rows.lengths, rows.lost = rows.lengths[ancestors], rows.lost[ancestors]
