@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import runpy
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from tabular_models import EOS, probability, sequences
 from tiny_models import tiny
 
 BETA = 0.5
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def powered(lm: smc.TabularLM, temperature: float) -> Tensor:
@@ -466,3 +469,11 @@ def test_losses_that_can_not_be() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         completion_log_probs(lm, [5], [[]])
     assert len(SAID) == 3
+
+
+def test_training_on_posterior_samples_raises_the_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    """The example, 25 of its steps: the mean reward rises from .61 to above 1.2 (measured: 1.8; standard error .05)."""
+    before, after = runpy.run_path(str(EXAMPLES / "reward_training.py"))["main"](steps=25)
+    assert before < 0.8
+    assert after > 1.2
+    assert "prompts used" in capsys.readouterr().out
