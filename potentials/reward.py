@@ -58,7 +58,7 @@ class Reward(Potential):
         check_when(self.when, self.on)
 
     def start(self, batch: Batch) -> Scorer:
-        texts = RowTexts(batch, repr(self), self.on, self.with_prompt)
+        texts = RowTexts(batch, self, self.on, self.with_prompt)
         return TelescopeScorer(batch, texts, self._values, self.when, exact=True)
 
     def _values(self, items: list[Item]) -> list[float]:

@@ -55,9 +55,9 @@ class TelescopeScorer(Scorer):
         values = dict(zip(items, self._values(list(items.values())), strict=True))
         if not self._exact:
             values |= dict.fromkeys(ending, 0.0)
-        # A prefix of value zero may still have a continuation of another value, so it takes nothing ahead.
+        # A prefix of weight zero may still have a continuation of another weight, so it counts as one without a value.
         final = set(ending)
-        values = {row: value for row, value in values.items() if value > -math.inf or row in final}
+        values = {row: value if value > -math.inf or row in final else 0.0 for row, value in values.items()}
         rows, paid = list(values), self._paid.tolist()
         score = at_last_token(block, rows, [values[row] - paid[row] for row in rows])
         self._paid[rows] = torch.tensor(list(values.values()), dtype=torch.float64, device=self._paid.device)

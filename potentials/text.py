@@ -36,17 +36,16 @@ class RowTexts:
 
     Args:
         batch: the rows.
-        reader: the potential's name, for messages.
+        asker: the potential, for messages.
         on: "text" or "tokens".
         with_prompt: items are pairs (prompt, completion).
 
     Raises:
-        ValueError: text is asked for, and the batch has no `decode`.
+        ValueError: text is asked for, and the batch has no model to decode with.
     """
 
-    def __init__(self, batch: Batch, reader: str, on: str = "text", with_prompt: bool = False) -> None:
-        if on == "text" and batch.decode is None:
-            raise ValueError(f"potential {reader} reads text, but this Batch has no decode; make it Batch(…, decode=…)")
+    def __init__(self, batch: Batch, asker: object, on: str = "text", with_prompt: bool = False) -> None:
+        self._decoder = batch.reader(asker).decode if on == "text" else None
         self._batch, self._on, self._with_prompt = batch, on, with_prompt
         self._ids = torch.zeros(batch.n_rows, 0, dtype=torch.long, device=batch.device)
         self._lengths = torch.zeros(batch.n_rows, dtype=torch.long, device=batch.device)
@@ -107,8 +106,8 @@ class RowTexts:
         return [tokens[: length - first] for tokens, length in zip(ids, lengths, strict=True)]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        assert self._batch.decode is not None
-        return self._batch.decode(ids) if len(ids) > 0 else ""
+        assert self._decoder is not None
+        return self._decoder(ids) if len(ids) > 0 else ""
 
     def _item(self, row: int, completion: str | tuple[int, ...]) -> Item:
         if not self._with_prompt:

@@ -49,7 +49,7 @@ class Twist(Potential):
             raise ValueError("when = 'end' would make a twist that does nothing; use 'round' or a delimiter")
 
     def start(self, batch: Batch) -> Scorer:
-        texts = RowTexts(batch, repr(self), self.on, self.with_prompt)
+        texts = RowTexts(batch, self, self.on, self.with_prompt)
         return TelescopeScorer(batch, texts, self._values, self.when, exact=False)
 
     def _values(self, items: list[Item]) -> list[float]:

@@ -68,7 +68,7 @@ class WhereScorer(Scorer):
 
     def __init__(self, batch: Batch, where: Where) -> None:
         self._batch, self._early = batch, where.prefix_closed
-        self._texts = RowTexts(batch, repr(where), where.on, where.with_prompt)
+        self._texts = RowTexts(batch, where, where.on, where.with_prompt)
         self._values = Values(where.log_indicators)
 
     def score(self, block: Block) -> Float[Tensor, "row step"]:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from smcsample.lm.batch import Batch
+from smcsample.lm.batch import Batch, Block
 from smcsample.lm.law import TokenLaw
 from smcsample.potentials import LM, Potential, Power, Reward
 
@@ -45,14 +45,14 @@ class Ledger:
         """Add what a factor gave."""
         self._paid[:, factor] += increments
 
-    def note(self, ids: Int[Tensor, "row step"], start: int) -> None:
-        """Add log p of the tokens from `start` on. Their model's stream has the logits still, so this costs no forward,
-        and no pass over the vocabulary either unless the target states another law than the model's own."""
-        if self._lm is not None and ids.shape[1] > 0:
+    def note(self, block: Block) -> None:
+        """Add log p of a block's tokens. Their model's stream has the logits still, so this costs no forward, and no
+        pass over the vocabulary either unless the target states another law than the model's own."""
+        if self._lm is not None:
             stream = self._batch.stream(self._lm.model)
             columns = [
-                torch.stack([stream.law(start + i, law).log_prob(tokens).double() for law in self._laws], dim=1)
-                for i, tokens in enumerate(ids.unbind(dim=1))
+                torch.stack([stream.law(block.start + i, law).log_prob(ids).double() for law in self._laws], dim=1)
+                for i, ids in enumerate(block.ids.unbind(dim=1))
             ]
             self._log_p = torch.cat([self._log_p, torch.stack(columns, dim=1)], dim=1)
 

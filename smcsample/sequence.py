@@ -89,7 +89,7 @@ class SequenceModel:
     def initial(self, source: Source) -> Rows:
         eos = torch.tensor(self.eos_ids, dtype=torch.long, device=source.device)
         model = next(iter((*self.target.models, *self.proposal.models)), None)
-        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens, None if model is None else model.decode)
+        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens, model)
         none = torch.zeros(batch.n_rows, 0, dtype=torch.float64, device=source.device)
         scorers = [factor.start(batch) for factor in self.target.factors]
         if self.block_size == 0 and not any(scorer.looks_ahead for scorer in scorers):
@@ -141,8 +141,7 @@ class SequenceModel:
     def _round(self, rows: Rows) -> Float[Tensor, " row"]:
         """Extend, score, bonus: the log-increments of one round."""
         looking = [i for i, scorer in enumerate(rows.scorers) if scorer.looks_ahead]
-        start = rows.ids.shape[1]
-        room = self.max_new_tokens - start
+        room = self.max_new_tokens - rows.ids.shape[1]
         drafted = min(self.block_size, room - 1 if looking else room)
         increments = torch.zeros_like(rows.lengths, dtype=torch.float64)
         rows.batch.more = bool(looking)
@@ -151,7 +150,6 @@ class SequenceModel:
         rows.batch.more = False
         if looking:
             increments = increments + self._bonus(rows, looking)
-        rows.ledger.note(rows.ids[:, start:], start)
         rows.batch.forget(rows.ids.shape[1])
         return increments
 
@@ -240,6 +238,7 @@ class SequenceModel:
         rows.ids = torch.cat([rows.ids, block.ids], dim=1)
         rows.log_q = torch.cat([rows.log_q, log_q], dim=1)
         rows.lengths = rows.lengths + block.valid.sum(dim=1)
+        rows.ledger.note(block)
         rows.lost = rows.lost | (increments == -math.inf)
         rows.batch.ended = rows.batch.ended | block.ends | rows.lost
 

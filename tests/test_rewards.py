@@ -24,7 +24,7 @@ def test_step_rewards_telescope() -> None:
     """Rewards .2, .6, .9 of a growing text at β = 1: the finished text has paid .9, not 1.7 and not .2·.6·.9."""
     values = {"a,": 0.2, "a,a,": 0.6, "a,a,a,": 0.9}
     reward = Reward(lambda texts: [values[text] for text in texts], beta=1.0, when="round")
-    batch = Batch([[0]], smc.Source(0, 1, 1), torch.tensor([EOS]), 3, P.decode)
+    batch = Batch([[0]], smc.Source(0, 1, 1), torch.tensor([EOS]), 3, P)
     scorer = reward.start(batch)
     paid = [scorer.score(batch.block(torch.tensor([[0]]), t)).item() for t in range(3)]
     assert paid == pytest.approx([0.2, 0.4, 0.3], abs=1e-15)
@@ -48,7 +48,7 @@ class Recorder:
 
 def test_reward_argument_lists() -> None:
     """f gets the list of the different texts, once; each text once in a run; and must return as many floats."""
-    batch = Batch([[0]] * 2, smc.Source(0, 2, 2), torch.tensor([EOS]), 1, P.decode)
+    batch = Batch([[0]] * 2, smc.Source(0, 2, 2), torch.tensor([EOS]), 1, P)
     f = Recorder([])
     score = Reward(f).start(batch).score(batch.block(torch.tensor([[0], [1], [0], [0]]), 0))
     assert f.calls == [["a,", "b"]]
@@ -89,7 +89,7 @@ def test_delimiters_value_whole_steps_only() -> None:
 
 @pytest.mark.parametrize("result", [torch.tensor([1.0, 2.0]), np.array([1, 2]), (1, 2), [True, np.float32(2)]])
 def test_lists_tensors_and_arrays_are_welcome(result: Any) -> None:
-    batch = Batch([[0]], smc.Source(0, 1, 2), torch.tensor([EOS]), 1, P.decode)
+    batch = Batch([[0]], smc.Source(0, 1, 2), torch.tensor([EOS]), 1, P)
     score = Reward(lambda texts: result, beta=2.0).start(batch).score(batch.block(torch.tensor([[0], [1]]), 0))
     assert score.tolist() == [[0.5], [1.0]]
 
@@ -116,7 +116,7 @@ def raises(texts: list[str]) -> list[float]:
     ],
 )
 def test_rewards_that_fail_say_what_and_for_which_texts(f: Any, message: str) -> None:
-    batch = Batch([[0]], smc.Source(0, 1, 2), torch.tensor([EOS]), 1, P.decode)
+    batch = Batch([[0]], smc.Source(0, 1, 2), torch.tensor([EOS]), 1, P)
     reward = Reward(f, 0.5)
     with pytest.raises(PotentialError, match=message) as caught:
         reward.start(batch).score(batch.block(torch.tensor([[0], [1]]), 0))
@@ -125,7 +125,7 @@ def test_rewards_that_fail_say_what_and_for_which_texts(f: Any, message: str) ->
 
 
 def test_predicates_and_twists_that_fail() -> None:
-    batch = Batch([[0]], smc.Source(0, 1, 2), torch.tensor([EOS]), 2, P.decode)
+    batch = Batch([[0]], smc.Source(0, 1, 2), torch.tensor([EOS]), 2, P)
     block = batch.block(torch.tensor([[0], [EOS]]), 0)
     with pytest.raises(
         PotentialError, match=r"potential Where\(<lambda>\): predicate returned None for ''; return True"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import smcsample as smc
 from smcsample.lm.batch import Batch
+from smcsample.potentials import Where
 from smcsample.potentials.text import RowTexts
 
 SENTENCE = "né à Żółć: €5 😀👩‍👧 naïve ﷽ 日本語 \ufffd end"
@@ -35,9 +36,17 @@ def decode(ids: Sequence[int]) -> str:
     return BYTES.decode(list(ids), skip_special_tokens=True)
 
 
-def batch_of(rows: int, longest: int, decoder=decode, groups: int = 1) -> Batch:
+class Decoder(smc.TabularLM):
+    """A model of which only `decode` is of interest."""
+
+    def __init__(self, function: Callable[[Sequence[int]], str]) -> None:
+        super().__init__([1.0], [[1.0]])
+        object.__setattr__(self, "decode", function)
+
+
+def batch_of(rows: int, longest: int, function: Callable[[Sequence[int]], str] = decode, groups: int = 1) -> Batch:
     source = smc.Source(0, groups, rows // groups)
-    return Batch([[EOS]] * groups, source, torch.tensor([EOS]), longest, decoder)
+    return Batch([[EOS]] * groups, source, torch.tensor([EOS]), longest, Decoder(function))
 
 
 def feed(texts: RowTexts, batch: Batch, ids: torch.Tensor, start: int) -> tuple[list[int], list[int]]:
@@ -172,6 +181,6 @@ def test_pairs_with_the_prompt() -> None:
 
 def test_a_batch_that_cannot_decode_is_refused_by_name() -> None:
     batch = Batch([[0]], smc.Source(0, 1, 2), torch.tensor([EOS]), 4)
-    with pytest.raises(ValueError, match=r"potential Reward\(f\) reads text, but this Batch has no decode"):
-        RowTexts(batch, "Reward(f)")
-    RowTexts(batch, "Reward(f)", on="tokens")
+    with pytest.raises(ValueError, match=r"Where\(bool\) reads text, so the target or the proposal needs"):
+        RowTexts(batch, Where(bool))
+    RowTexts(batch, Where(bool), on="tokens")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,9 +38,9 @@ class Block(NamedTuple):
 class Batch:
     """The rows a run follows. Row g·N + n is particle n of group g.
 
-    `ended`: rows that take no more tokens. `groups`: which groups of the run these are. `decode`: token ids as text,
-    for potentials that read text. `more`: the round goes on after the block being scored (a bonus token follows), so
-    what a potential would pay ahead of time for the sake of resampling can wait.
+    `ended`: rows that take no more tokens. `groups`: which groups of the run these are. `model`: the model whose
+    vocabulary the tokens are of; see `reader`. `more`: the round goes on after the block being scored (a bonus token
+    follows), so what a potential would pay ahead of time for the sake of resampling can wait.
 
     Groups that finish leave: rows shrink at a `select` with fewer ancestors than rows. So a scorer or drafter keeps
     whatever it knows about a row in tensors with one entry per row, and gathers them in its `select`.
@@ -51,7 +50,7 @@ class Batch:
     source: Source
     eos_ids: Int[Tensor, " eos"]
     max_new_tokens: int
-    decode: Callable[[Sequence[int]], str] | None = None
+    model: Model | None = None
     more: bool = field(init=False, default=False)
     ended: Bool[Tensor, " row"] = field(init=False)
     groups: Int[Tensor, " group"] = field(init=False)
@@ -78,6 +77,18 @@ class Batch:
         if model not in self._streams:
             self._streams[model] = model.stream(self)
         return self._streams[model]
+
+    def reader(self, asker: object) -> Model:
+        """The model that turns token ids into text, for `asker`, a potential that reads text.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.model is None:
+            raise ValueError(
+                f"{asker!r} reads text, so the target or the proposal needs a language model: add LM(model)"
+            )
+        return self.model
 
     def name_row(self, row: int) -> str:
         """A row as a user counts: by prompt and particle."""
