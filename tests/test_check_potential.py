@@ -92,6 +92,25 @@ class CountsJunk(CountScorer):
         return score + 0.1 * junk[:, None]
 
 
+class DefersJunk(CountScorer):
+    """The same however the text is cut into blocks."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        self.bs = torch.zeros(batch.n_rows)
+
+    def score(self, block: Block) -> Tensor:
+        self.bs = self.bs + (block.ids == 1).sum(1)
+        return super().score(block)
+
+    def select(self, ancestors: Tensor) -> None:
+        super().select(ancestors)
+        self.bs = self.bs[ancestors]
+
+    def finish(self) -> Tensor:
+        return 0.1 * self.bs
+
+
 class PaysPerBlock(CountScorer):
     def score(self, block: Block) -> Tensor:
         score = super().score(block)
@@ -236,6 +255,7 @@ def test_the_sound_one_passes() -> None:
         (ForgetsToSelect, r"after a select at \d tokens, ancestors \[.*Gather every per-row tensor"),
         (ShrinksFromTheFront, r"after a select at \d tokens that kept the prompts \[1, 2\] only, token \d of"),
         (CountsJunk, r"(with other junk behind its end|in blocks of).*expected"),
+        (DefersJunk, r"with other junk behind its end, and .* expected\. Tokens behind a text's end"),
         (PaysPerBlock, r"the log-weight of '.*' \(tokens \[.*\] after the prompt \[\d.*\]\) is .* in blocks of"),
         (PaysTheEndTwice, r"is [\d.]+ instead of `expected`"),
         (FinishSpends, r"if finish\(\) was asked on the way.*must not change what the others get"),

@@ -152,7 +152,7 @@ def test_losses_that_can_not_be() -> None:
 
 
 def test_training_on_posterior_samples_raises_the_reward(capsys: pytest.CaptureFixture[str]) -> None:
-    """The example, 25 of its steps: the mean reward rises from .61 to above 1.2 (measured: 1.82; standard error .05)."""
+    """The example, 25 of its steps: the mean reward rises from .61 to above 1.2 (measured: 1.82; its error .05)."""
     before, after = runpy.run_path(str(EXAMPLES / "reward_training.py"))["main"](steps=25)
     assert before < 0.8
     assert after > 1.2

@@ -267,3 +267,21 @@ def test_a_twist_lowers_the_variance() -> None:
         runs = smc.sample([[0]] * 400, target, n_particles=16, block_size=0, max_new_tokens=6, ess_threshold=0.9)
         spread.append(torch.tensor([run.log_evidence for run in runs]).std().item())
     assert spread[1] < 0.75 * spread[0], spread
+
+
+def test_a_group_that_finished_in_the_failing_step_is_not_kept() -> None:
+    """In the first round about half of prompt 0's particles end, with a weight of e^20; the resampling of the second
+    leaves only such, so the group is done; but that step fails for prompt 1, and its weights are never seen."""
+
+    def f(texts: list[str]) -> list[float]:
+        return [20.0 / (4 - len(text)) if text else 25.0 for text in texts]  # "bbbb" is one too long
+
+    lm = smc.TabularLM([0.0, 0.5, 0.5], [[0.0, 0.5, 0.5], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]], EOS, tokens=P.tokens)
+    target = LM(lm) * Reward(f, 0.5, when="round")
+    options = {"n_particles": 12, "block_size": 1, "ess_threshold": 1.0}
+    short = smc.sample([[0], [1]], target, max_new_tokens=3, **options)
+    assert short[0].history.resampled.tolist() == [False, True]
+    assert not short[0].history.increments[1].any()
+    with pytest.raises(PotentialError, match="ZeroDivisionError") as caught:
+        smc.sample([[0], [1]], target, max_new_tokens=6, **options)
+    assert caught.value.finished == {}

@@ -307,7 +307,12 @@ def ancestors_of(run: smc.TextPosterior, n: int) -> list[int]:
     return line[::-1]
 
 
-def test_preference_pairs_part_at_forks(posterior: smc.TextPosterior) -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_preference_pairs_part_at_forks(seed: int) -> None:
+    target = LM(P) * Reward(qualities, 2.0) * Where(lambda text: text != "b")
+    posterior = smc.sample(
+        [1, 0], target, Draft(Q), n_particles=24, block_size=1, max_new_tokens=8, ess_threshold=0.9, seed=seed
+    )
     alive = [n for n, weight in enumerate(posterior.weights.tolist()) if weight > 0]
     lines = {n: ancestors_of(posterior, n) for n in alive}
     places: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
