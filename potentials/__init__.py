@@ -6,8 +6,13 @@ from smcsample.potentials.constraint import Constraint
 from smcsample.potentials.grammars import Grammar, JsonSchema, Regex
 from smcsample.potentials.guide import Guide
 from smcsample.potentials.lm import LM
+from smcsample.potentials.reward import Reward
+from smcsample.potentials.reward_model import RewardModel
 from smcsample.potentials.stopping import Complete, StopAt
 from smcsample.potentials.tables import Ban, Bias
+from smcsample.potentials.twist import Twist
+from smcsample.potentials.user_function import PotentialError
+from smcsample.potentials.where import Where
 
 __all__ = [
     "LM",
@@ -20,9 +25,14 @@ __all__ = [
     "Guide",
     "JsonSchema",
     "Potential",
+    "PotentialError",
     "Power",
     "Product",
     "Regex",
+    "Reward",
+    "RewardModel",
     "Scorer",
     "StopAt",
+    "Twist",
+    "Where",
 ]

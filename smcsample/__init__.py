@@ -9,6 +9,7 @@ from smcsample.lm.quantized import quantized
 from smcsample.lm.tabular import TabularLM
 from smcsample.posterior import DeadPopulationError, Posterior
 from smcsample.resampling import Status
+from smcsample.rlhf import Samples, dataset, merge
 from smcsample.sampling import sample
 from smcsample.sequence import SequenceModel
 from smcsample.source import Source
@@ -21,6 +22,7 @@ __all__ = [
     "DeadPopulationError",
     "FeynmanKac",
     "Posterior",
+    "Samples",
     "SequenceModel",
     "Source",
     "Status",
@@ -29,8 +31,10 @@ __all__ = [
     "TextPosterior",
     "TextStream",
     "agreement",
+    "dataset",
     "demo_models",
     "load_model",
+    "merge",
     "quantized",
     "run",
     "sample",

@@ -81,6 +81,7 @@ def sample(
     Raises:
         ValueError, TypeError: bad input, before any model runs.
         FloatingPointError: a model or potential gave NaN or +inf; the message says which, and where.
+        PotentialError: a user's function inside a potential failed.
 
     Whatever ends a run early, Ctrl-C or an error in a potential, the exception carries the list `posteriors`: those of
     the prompts that had finished, None for the others.

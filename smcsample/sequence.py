@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from smcsample.kernels.ops import Purpose, log_sum_exp
+from smcsample.ledger import Account, Ledger
 from smcsample.lm.batch import Batch, Block, masked
 from smcsample.lm.kv_pool import PagePool
 from smcsample.potentials import Potential, Scorer
@@ -35,7 +36,8 @@ class Rows:
     `live`: the groups still running, in order; `closed`: those whose deferred terms are paid. `ids`, `log_q`: what was
     generated, and the log-probability it was drawn with; `lengths`: how many of a row's tokens count (its EOS is the
     last one); `lost`: rows of weight zero; `stopped`: rows whose text a stop finished; `held`: log-increments kept for
-    the end of the group's run (see `Potential.defers_end`). `done`: the tokens of groups that have left.
+    the end of the group's run (see `Potential.defers_end`). `ledger`: log p and the factors' shares. `done`: the tokens
+    of groups that have left.
     """
 
     batch: Batch
@@ -49,18 +51,20 @@ class Rows:
     lost: Bool[Tensor, " row"]
     stopped: Bool[Tensor, " row"]
     held: Float[Tensor, " row"]
+    ledger: Ledger
     done: dict[int, Texts]
 
 
 @dataclass(frozen=True)
 class Texts:
     """The tokens of one finished group: `ids`, `log_q` `[particle, token]`, of which `lengths` count; `stopped`: texts
-    that a stop finished."""
+    that a stop finished; and its page of the ledger."""
 
     ids: Int[Tensor, "particle token"]
     log_q: Float[Tensor, "particle token"]
     lengths: Int[Tensor, " particle"]
     stopped: Bool[Tensor, " particle"]
+    account: Account
 
 
 class SequenceModel:
@@ -97,7 +101,7 @@ class SequenceModel:
         eos = torch.tensor(self.eos_ids, dtype=torch.long, device=source.device)
         model = next(iter((*self.target.models, *self.proposal.models)), None)
         page = self.block_size + 1
-        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens, page, self._pools, model)
+        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens, model, page, self._pools)
         self._batches.append(batch)
         none = torch.zeros(batch.n_rows, 0, dtype=torch.float64, device=source.device)
         scorers = [factor.start(batch) for factor in self.target.factors]
@@ -121,6 +125,7 @@ class SequenceModel:
             lost=torch.zeros_like(batch.ended),
             stopped=torch.zeros_like(batch.ended),
             held=none.sum(dim=1),
+            ledger=Ledger(self.target, batch),
             done={},
         )
 
@@ -163,8 +168,10 @@ class SequenceModel:
         room = self.max_new_tokens - rows.ids.shape[1]
         drafted = min(self.block_size, room - 1 if looking else room)
         increments = torch.zeros_like(rows.lengths, dtype=torch.float64)
+        rows.batch.more = bool(looking)
         if drafted > 0:
             increments = increments + self._extend(rows, drafted)
+        rows.batch.more = False
         if looking:
             increments = increments + self._bonus(rows, looking)
         rows.batch.forget(rows.ids.shape[1])
@@ -215,6 +222,7 @@ class SequenceModel:
         score = self._shaped(rows.scorers[i].score(block), block.ids.shape, name, "score")
         score = masked(score, block)
         self._refuse_weights(score, name, rows, block.start)
+        rows.ledger.pay(i, score.sum(dim=1))
         return score
 
     def _table(self, rows: Rows, i: int) -> Float[Tensor, "row vocab"]:
@@ -261,6 +269,7 @@ class SequenceModel:
         rows.log_q = torch.cat([rows.log_q, log_q], dim=1)
         rows.lengths = rows.lengths + block.valid.sum(dim=1)
         rows.stopped = rows.stopped | block.stopped
+        rows.ledger.note(block)
         rows.batch.ended = rows.batch.ended | block.ends | rows.lost
         return gained
 
@@ -274,12 +283,13 @@ class SequenceModel:
         if bool(due.any()):
             paying = due.repeat_interleave(rows.batch.n_particles) & ~rows.lost
             spread[rows.live] += rows.held.masked_fill(~paying, 0.0).view(len(due), -1)
-            for factor, scorer in zip(self.target.factors, rows.scorers, strict=True):
+            for i, (factor, scorer) in enumerate(zip(self.target.factors, rows.scorers, strict=True)):
                 term = scorer.finish()
                 if term is not None:
                     name = f"potential {factor!r}"
                     term = self._shaped(term, rows.lengths.shape, name, "finish").double().masked_fill(~paying, 0.0)
                     self._refuse_weights(term, name, rows, rows.ids.shape[1])
+                    rows.ledger.pay(i, term)
                     spread[rows.live] += term.view(len(due), -1)
             rows.closed = rows.closed | due
 
@@ -299,11 +309,11 @@ class SequenceModel:
         ids, log_q = rows.ids.view(*groups, tokens), rows.log_q.view(*groups, tokens)
         lengths, stopped = rows.lengths.view(groups), rows.stopped.view(groups)
         for i in over.nonzero()[:, 0].tolist():
-            rows.done[int(rows.live[i])] = Texts(ids[i], log_q[i], lengths[i], stopped[i])
+            rows.done[int(rows.live[i])] = Texts(ids[i], log_q[i], lengths[i], stopped[i], rows.ledger.account(i))
 
     @staticmethod
     def _move(rows: Rows, ancestors: Int[Tensor, " kept"]) -> None:
-        for part in (rows.drafter, *rows.scorers):
+        for part in (rows.drafter, *rows.scorers, rows.ledger):
             part.select(ancestors)
         rows.ids, rows.log_q = rows.ids[ancestors], rows.log_q[ancestors]
         rows.lengths, rows.lost = rows.lengths[ancestors], rows.lost[ancestors]

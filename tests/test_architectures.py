@@ -35,7 +35,7 @@ class Followed:
     def __init__(self, lm: smc.CausalLM, prompts: list[list[int]], page_size: int) -> None:
         source = smc.Source(0, len(prompts), N)
         self.lm = lm
-        self.batch = Batch([list(p) for p in prompts], source, torch.tensor([0]), 1000, page_size)
+        self.batch = Batch([list(p) for p in prompts], source, torch.tensor([0]), 1000, page_size=page_size)
         self.stream = self.batch.stream(lm)
         self.histories = [list(prompt) for prompt in prompts for _ in range(N)]
         self.random = torch.Generator().manual_seed(1)

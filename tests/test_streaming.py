@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import smcsample as smc
+from smcsample.ledger import Account
 from smcsample.potentials import LM
 from smcsample.proposals import Draft
 from smcsample.sequence import Texts
@@ -65,7 +66,8 @@ def test_every_certain_prefix_is_one_of_every_answer_that_can_follow() -> None:
 
 def test_rows_of_weight_zero_have_no_say() -> None:
     ids = torch.tensor([[7, 8], [7, 9], [1, 1]])
-    texts = Texts(ids, torch.zeros(3, 2), torch.tensor([2, 2, 2]), torch.zeros(3, dtype=torch.bool))
+    account = Account(None, None, (), torch.zeros(3, 0), {})
+    texts = Texts(ids, torch.zeros(3, 2), torch.tensor([2, 2, 2]), torch.zeros(3, dtype=torch.bool), account)
     assert shared_tokens(texts, torch.tensor([0.0, -3.0, -torch.inf])) == [7]
     assert shared_tokens(texts, torch.full((3,), -torch.inf)) == []
 

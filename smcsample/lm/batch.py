@@ -62,9 +62,11 @@ F = TypeVar("F", bound=Follower)
 class Batch:
     """The rows a run follows. Row g·N + n is particle n of group g.
 
-    `ended`: rows that take no more tokens. `groups`: which groups of the run these are. `page_size`: tokens per page of
-    a model's keys and values, best the number of tokens of a round. `pools`: those pages, by model; batches that run at
-    the same time may share them. `model`: the model whose vocabulary the tokens are of; see `reader`.
+    `ended`: rows that take no more tokens. `groups`: which groups of the run these are. `model`: the model whose
+    vocabulary the tokens are of; see `reader`. `page_size`: tokens per page of a model's keys and values, best the
+    number of tokens of a round. `pools`: those pages, by model; batches that run at the same time may share them.
+    `more`: the round goes on after the block being scored (a bonus token follows), so what a potential would pay ahead
+    of time for the sake of resampling can wait.
 
     Groups that finish leave: rows shrink at a `select` with fewer ancestors than rows. So a scorer or drafter keeps
     whatever it knows about a row in tensors with one entry per row, and gathers them in its `select`.
@@ -74,9 +76,10 @@ class Batch:
     source: Source
     eos_ids: Int[Tensor, " eos"]
     max_new_tokens: int
+    model: Model | None = None
     page_size: int = 8
     pools: dict[Any, PagePool] = field(default_factory=dict)
-    model: Model | None = None
+    more: bool = field(init=False, default=False)
     ended: Bool[Tensor, " row"] = field(init=False)
     groups: Int[Tensor, " group"] = field(init=False)
     _streams: dict[Model, LMStream] = field(init=False, default_factory=dict)
