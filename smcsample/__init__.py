@@ -7,6 +7,7 @@ from smcsample.lm.agreement import Agreement, agreement
 from smcsample.lm.causal_lm import CausalLM, load_model
 from smcsample.lm.quantized import quantized
 from smcsample.lm.tabular import TabularLM
+from smcsample.mcmc import MCMC, Chains, metropolis_hastings
 from smcsample.posterior import DeadPopulationError, Posterior
 from smcsample.resampling import Status
 from smcsample.sampling import sample
@@ -15,8 +16,10 @@ from smcsample.source import Source
 from smcsample.text_posterior import TextPosterior
 
 __all__ = [
+    "MCMC",
     "Agreement",
     "CausalLM",
+    "Chains",
     "DeadPopulationError",
     "FeynmanKac",
     "Posterior",
@@ -29,6 +32,7 @@ __all__ = [
     "agreement",
     "demo_models",
     "load_model",
+    "metropolis_hastings",
     "quantized",
     "run",
     "sample",

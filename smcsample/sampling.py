@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypedDict, Unpack, overload
+from typing import NamedTuple, TypedDict, Unpack, overload
 
 import torch
 
@@ -18,7 +18,7 @@ from smcsample.lm.stream import Model
 from smcsample.potentials import LM, Potential
 from smcsample.progress import RoundProgress
 from smcsample.proposals import Draft, Proposal, default_proposal
-from smcsample.sequence import SequenceModel
+from smcsample.sequence import Move, SequenceModel
 from smcsample.source import Source
 from smcsample.text_posterior import TextPosterior
 
@@ -32,8 +32,20 @@ class Options(TypedDict, total=False):
     resampling: str
     ess_threshold: float
     seed: int | Sequence[int]
+    move: Move | None
     progress: bool | None
     source: Source | None
+
+
+class Prepared(NamedTuple):
+    """What a run needs, checked: token ids of every prompt, whether a single prompt was given, a target, a proposal
+    matched to it, and all models, the target's first."""
+
+    ids: list[list[int]]
+    single: bool
+    target: Potential
+    proposal: Proposal
+    models: list[Model]
 
 
 @overload
@@ -58,6 +70,7 @@ def sample(
     resampling: str = "systematic",
     ess_threshold: float = 0.5,
     seed: int | Sequence[int] = 0,
+    move: Move | None = None,
     progress: bool | None = None,
     source: Source | None = None,
 ) -> TextPosterior | list[TextPosterior]:
@@ -81,6 +94,7 @@ def sample(
         ess_threshold: τ in [0, 1]: a prompt's particles are resampled when their ESS is below τ·N.
         seed: one integer (prompt i is stream i of it), or one per prompt (then a prompt's result does not depend on
             its place in the list).
+        move: makes particles differ again after resampling: `MCMC(…)`.
         progress: show a progress bar on stderr. Default: only on a terminal.
         source: where random numbers come from, instead of a seed.
 
@@ -91,20 +105,11 @@ def sample(
         ValueError, TypeError: bad input, before any model runs.
         FloatingPointError: a model or potential gave NaN or +inf; the message says which, and where.
     """
-    prompts, single = split(prompt)
-    target = target if isinstance(target, Potential) else LM(target)
-    if proposal is None:
-        proposal = default_proposal(target)
-    elif not isinstance(proposal, Proposal):
-        proposal = Draft(proposal)
-    proposal = proposal.matched_to(target)
-    check_run(n_particles, len(prompts), resampling, ess_threshold, source)
+    check_run(n_particles, len(split(prompt)[0]), resampling, ess_threshold, source)
     block_size = integer("block_size", block_size, 0, "use 0 to draw every token from the target's own law")
     max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
-    models = _models(target, proposal)
+    ids, single, target, proposal, models = prepare(prompt, target, proposal, max_new_tokens)
     main = models[0]
-    names = ["prompt"] if single else [f"prompt {i}" for i in range(len(prompts))]
-    ids = [_encoded(prompt, name, models, max_new_tokens) for prompt, name in zip(prompts, names, strict=True)]
 
     model = SequenceModel(
         ids,
@@ -113,6 +118,7 @@ def sample(
         block_size=block_size,
         max_new_tokens=max_new_tokens,
         eos_ids=main.eos_ids,
+        move=move,
     )
     source = source or Source(seed, len(ids), n_particles, main.device)
     steps: list[Step] = []
@@ -132,6 +138,30 @@ def sample(
         for g, history in enumerate(histories(steps))
     ]
     return posteriors[0] if single else posteriors
+
+
+def prepare(
+    prompt: Prompt | Sequence[Prompt],
+    target: Potential | Model,
+    proposal: Proposal | Model | None,
+    max_new_tokens: int,
+) -> Prepared:
+    """The arguments of `sample`, checked and completed by the defaults.
+
+    Raises:
+        ValueError, TypeError: as `sample`.
+    """
+    prompts, single = split(prompt)
+    target = target if isinstance(target, Potential) else LM(target)
+    if proposal is None:
+        proposal = default_proposal(target)
+    elif not isinstance(proposal, Proposal):
+        proposal = Draft(proposal)
+    proposal = proposal.matched_to(target)
+    models = _models(target, proposal)
+    names = ["prompt"] if single else [f"prompt {i}" for i in range(len(prompts))]
+    ids = [_encoded(one, name, models, max_new_tokens) for one, name in zip(prompts, names, strict=True)]
+    return Prepared(ids, single, target, proposal, models)
 
 
 def _models(target: Potential, proposal: Proposal) -> list[Model]:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -56,6 +57,19 @@ class Texts:
     lengths: Int[Tensor, " particle"]
 
 
+@runtime_checkable
+class Move(Protocol):
+    """A random change of unfinished texts that leaves their prefix target invariant."""
+
+    def check(self, proposal: Proposal) -> None:
+        """Raise ValueError or TypeError if it can't work with this proposal."""
+        ...
+
+    def apply(self, model: SequenceModel, rows: Rows, t: int) -> None:
+        """Change `rows` at the start of round `t`, whatever their weights are."""
+        ...
+
+
 class SequenceModel:
     """`target` and `proposal` over the continuations of prompts, as a `FeynmanKac` model.
 
@@ -66,6 +80,7 @@ class SequenceModel:
         block_size: K ≥ 0, drafted tokens per round; the bonus makes it K + 1.
         max_new_tokens: length cap.
         eos_ids: every id that ends a text.
+        move: applied to the running texts at the start of every round but the first, after its resampling.
     """
 
     def __init__(
@@ -77,9 +92,12 @@ class SequenceModel:
         block_size: int,
         max_new_tokens: int,
         eos_ids: tuple[int, ...],
+        move: Move | None = None,
     ) -> None:
-        self.prompts, self.target, self.proposal = prompts, target, proposal
+        self.prompts, self.target, self.proposal, self.move = prompts, target, proposal, move
         self.block_size, self.max_new_tokens, self.eos_ids = block_size, max_new_tokens, eos_ids
+        if move is not None:
+            move.check(proposal)
 
     def initial(self, source: Source) -> Rows:
         eos = torch.tensor(self.eos_ids, dtype=torch.long, device=source.device)
@@ -106,11 +124,13 @@ class SequenceModel:
 
     def step(self, state: Rows, t: int, source: Source) -> tuple[Rows, Float[Tensor, "group particle"]]:
         spread = torch.zeros(source.n_groups, source.n_particles, dtype=torch.float64, device=source.device)
-        self._close(state, spread)  # resampling may have left a group with finished particles only
+        self.close(state, spread)  # resampling may have left a group with finished particles only
         self._retire(state)
         if len(state.live) > 0:
+            if self.move is not None and t > 0:
+                self.move.apply(self, state, t)
             spread[state.live] += self._round(state).view(len(state.live), -1)
-            self._close(state, spread)
+            self.close(state, spread)
         return state, spread
 
     def select(self, state: Rows, ancestors: Int[Tensor, "group particle"]) -> Rows:
@@ -138,13 +158,21 @@ class SequenceModel:
         drafted = min(self.block_size, room - 1 if looking else room)
         increments = torch.zeros_like(rows.lengths, dtype=torch.float64)
         if drafted > 0:
-            increments = increments + self._extend(rows, drafted)
+            increments = increments + self.extend(rows, drafted)
         if looking:
             increments = increments + self._bonus(rows, looking)
         rows.batch.forget(rows.ids.shape[1])
         return increments
 
-    def _extend(self, rows: Rows, k: int) -> Float[Tensor, " row"]:
+    def read(self, rows: Rows, ids: Int[Tensor, "row step"], log_q: Float[Tensor, "row step"]) -> Float[Tensor, " row"]:
+        """Append given tokens, drawn with these log-probabilities: Σ over the block of Σ_i log-increments."""
+        block = rows.batch.block(ids, rows.ids.shape[1])
+        increments = reduce(torch.add, [self._score(rows, i, block) for i in range(len(rows.scorers))]).sum(dim=1)
+        rows.drafter.observe(block)
+        self._append(rows, block, masked(log_q, block), increments)
+        return increments
+
+    def extend(self, rows: Rows, k: int) -> Float[Tensor, " row"]:
         """Draft `k` tokens per row and score them: Σ over the block of Σ_i log-increments − log q."""
         block, log_q = rows.drafter.draft(k)
         if not isinstance(block, Block):
@@ -235,7 +263,7 @@ class SequenceModel:
     def _finished_live(rows: Rows) -> Bool[Tensor, " live"]:
         return rows.batch.ended.view(len(rows.live), rows.batch.n_particles).all(dim=1)
 
-    def _close(self, rows: Rows, spread: Float[Tensor, "group particle"]) -> None:
+    def close(self, rows: Rows, spread: Float[Tensor, "group particle"]) -> None:
         """Add to `spread` what the factors kept for the end, for the groups found finished: once each."""
         due = self._finished_live(rows) & ~rows.closed
         if bool(due.any()):

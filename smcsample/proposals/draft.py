@@ -130,7 +130,7 @@ class DraftDrafter(Drafter):
         start, ids, log_q = self.position, [], []
         going = ~self.batch.ended
         for position in range(start, start + k):
-            law = self._law(position)
+            law = self.law_at(position)
             tokens = self.batch.source.tokens(law.weights, position, Purpose.DRAFT, going)
             ids.append(tokens)
             log_q.append(law.log_prob(tokens))
@@ -139,7 +139,8 @@ class DraftDrafter(Drafter):
         self.position = start + k
         return self.batch.block(torch.stack(ids, dim=1), start), torch.stack(log_q, dim=1)
 
-    def _law(self, position: int) -> NextToken:
+    def law_at(self, position: int) -> NextToken:
+        """The law of token `position` of every row."""
         law = self.stream.law(position, self.proposal.law_at(position + 1, position + 1 >= self.batch.max_new_tokens))
         if position >= (self.proposal.min_tokens or 0):
             return law
