@@ -35,8 +35,8 @@ class MCMC:
     and to move only then would bias Ẑ.
 
     γ_t has to be a function of the text alone (as everything here is), because texts are scored again, in blocks that
-    begin elsewhere. A round with moves costs, for each particle, about `window` + `moves`·`window`/2 single steps of the proposal, and
-    `moves` + 2 readings of the text so far. The genealogy shows resampling only; `log_q` is that of the tokens drawn.
+    begin elsewhere. A round with moves costs, for each particle, about `window` + `moves`·`window`/2 single steps of
+    the proposal, and `moves` + 2 readings of the text so far. The genealogy shows resampling only.
 
     Args:
         moves: moves per round.

@@ -173,6 +173,21 @@ def test_weights_on_the_way_are_those_of_the_ramp() -> None:
     assert seen > 100
 
 
+@pytest.mark.parametrize("alpha", [bridge(1, 4, tokens=3), normalised(3, tokens=2)], ids=str)
+def test_the_table_of_the_next_token_is_what_score_gives(alpha) -> None:
+    """For every token, ends of sequence and the length cap included."""
+    cap, texts = 4, [(0,), (1, 0), (1, 1, 0)]
+    for text in texts:
+        source = smc.Source(0, 1, 3)
+        batch = Batch([[0]], source, torch.tensor([EOS]), cap)
+        scorer = (LM(P) ** alpha).start(batch)
+        for t, token in enumerate(text):
+            scorer.score(batch.block(torch.full((3, 1), token), t))
+        table = scorer.next_logits()
+        scores = scorer.score(batch.block(torch.arange(3)[:, None], len(text)))
+        assert torch.allclose(table.diagonal(), scores[:, 0], atol=1e-12)
+
+
 class Forbidden(Potential):
     """No "b"."""
 

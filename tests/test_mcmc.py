@@ -97,7 +97,7 @@ def by_formula(
 TARGETS = {
     "p^4": (LM(ENDS) ** 4, Draft(ENDS), lambda ids: probability(ENDS, 0, ids) ** 4),
     "p^2, another draft": (LM(P) ** 2, Draft(Q, 1.3), lambda ids: probability(P, 0, ids) ** 2),
-    "bridged": (LM(P) ** bridge(1, 3, tokens=2), Draft(P), lambda ids: probability(P, 0, ids) ** 3),
+    "bridged": (LM(P) ** bridge(1, 3, tokens=4), Draft(P), lambda ids: probability(P, 0, ids) ** 3),
     "long": (
         LM(P) ** 2 * MinTokens(2),
         Draft(P),
