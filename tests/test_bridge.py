@@ -173,7 +173,7 @@ def test_weights_on_the_way_are_those_of_the_ramp() -> None:
     assert seen > 100
 
 
-@pytest.mark.parametrize("alpha", [bridge(1, 4, tokens=3), normalised(3, tokens=2)], ids=str)
+@pytest.mark.parametrize("alpha", [bridge(1, 4, tokens=6), normalised(3, tokens=2)], ids=str)
 def test_the_table_of_the_next_token_is_what_score_gives(alpha) -> None:
     """For every token, ends of sequence and the length cap included."""
     cap, texts = 4, [(0,), (1, 0), (1, 1, 0)]

@@ -75,7 +75,7 @@ def test_bad_modes(options: dict, error: type[Exception], message: str) -> None:
         unchecked(LM(P), 4, **options)
 
 
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", [0, 3, 5])
 def test_no_end_is_drafted_too_early(k: int) -> None:
     """All 200 particles live: neither the draft nor the bonus ends a text among its first four tokens."""
     posterior = smc.sample(

@@ -271,11 +271,13 @@ def test_after_a_move_the_rows_go_on_from_their_new_texts(llama: smc.CausalLM) -
             changed.append(bool((rows.ids != before).any()))
             assert torch.equal(rows.ids[ended], before[ended])
             table = rows.scorers[0].next_logits()
+            drafts = rows.drafter.law_at(rows.ids.shape[1]).log_probs()
             for row in (~ended).nonzero()[:, 0].tolist():
                 ids = torch.tensor([rows.batch.prompts[row // 6] + rows.ids[row].tolist()])
                 with torch.no_grad():
                     logits = llama.model(ids).logits[0, -1, : llama.vocab_size]
                 assert torch.allclose(table[row], 2 * logits.log_softmax(-1), atol=1e-4)
+                assert torch.allclose(drafts[row], (2 * logits).log_softmax(-1), atol=1e-4)
 
     smc.sample(
         [[5], [6, 7, 8, 9], [3, 4]],
@@ -368,3 +370,31 @@ def test_moves_need_a_proposal_with_a_law() -> None:
     source = smc.Source(0, 1, 1)
     with pytest.raises(ValueError, match="65536"):
         grown(sequence_model(LM(P), Draft(P), 4, 1), source, empty(source), 1 << 16, 2)
+
+
+class Spy(smc.Source):
+    """Notes which numbers are asked for."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.asked: list[tuple[object, int]] = []
+
+    def tokens(self, log_weights: Tensor, position: int, purpose: object, wanted: Tensor) -> Tensor:
+        self.asked.append((purpose, position))
+        return super().tokens(log_weights, position, purpose, wanted)
+
+
+def test_no_number_is_used_twice() -> None:
+    """Neither among the moves of a run nor between moves, drafts and bonuses."""
+    for run in (
+        lambda spy: smc.sample(
+            [0], LM(P) ** 2, n_particles=20, block_size=1, max_new_tokens=9, move=smc.MCMC(moves=3), source=spy
+        ),
+        lambda spy: smc.metropolis_hastings(
+            [0], LM(P) ** 2, n_chains=20, block_size=3, moves=4, max_new_tokens=9, source=spy
+        ),
+    ):
+        spy = Spy(0, 1, 20)
+        run(spy)
+        assert len(spy.asked) > 40
+        assert len(set(spy.asked)) == len(spy.asked)
