@@ -96,7 +96,7 @@ RAMPS = {
 }
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("k", [0, 1, 3])
 @pytest.mark.parametrize("ramp", RAMPS)
 def test_the_final_target_is_the_last_exponent_for_every_text(ramp: str, k: int) -> None:
     alpha, end = RAMPS[ramp]
@@ -295,7 +295,7 @@ def distance(lm: smc.TabularLM, target: Potential, proposal: Draft | None) -> fl
 
 
 def test_following_the_ramp_finds_what_a_fixed_temperature_misses() -> None:
-    """Where an early token decides, a ramp helps only if the temperature follows it (0.14 against 0.65 here); a fixed
+    """Where an early token decides, a ramp helps only if the temperature follows it (0.140 against 0.645 here); a fixed
     temperature 1/α under a ramp, the mistake of a public implementation, is no better than no ramp."""
     ramp = LM(PIVOT) ** bridge(1, 4, tokens=4)
     following, fixed = distance(PIVOT, ramp, None), distance(PIVOT, ramp, Draft(PIVOT, 0.25))
