@@ -38,6 +38,7 @@ class Purpose(IntEnum):
     RESAMPLE = 2
     ANSWER = 3
     USER = 4
+    MOVE = 5
 
 
 GUMBEL_SPREAD = 25.75

@@ -3,8 +3,10 @@
 from smcsample.potentials.base import Potential, Power, Product, Scorer
 from smcsample.potentials.choice import Choice
 from smcsample.potentials.constraint import Constraint
+from smcsample.potentials.exponent import Exponent, ScheduledPower, bridge, normalised
 from smcsample.potentials.grammars import Grammar, JsonSchema, Regex
 from smcsample.potentials.guide import Guide
+from smcsample.potentials.length import MinTokens, power
 from smcsample.potentials.lm import LM
 from smcsample.potentials.reward import Reward
 from smcsample.potentials.reward_model import RewardModel
@@ -21,9 +23,11 @@ __all__ = [
     "Choice",
     "Complete",
     "Constraint",
+    "Exponent",
     "Grammar",
     "Guide",
     "JsonSchema",
+    "MinTokens",
     "Potential",
     "PotentialError",
     "Power",
@@ -31,8 +35,12 @@ __all__ = [
     "Regex",
     "Reward",
     "RewardModel",
+    "ScheduledPower",
     "Scorer",
     "StopAt",
     "Twist",
     "Where",
+    "bridge",
+    "normalised",
+    "power",
 ]

@@ -16,6 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import reduce
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ from smcsample.potentials.guide import Guide, PowerGuide
 
 if TYPE_CHECKING:
     from smcsample.lm.stream import Model
+    from smcsample.potentials.exponent import Exponent
 
 
 class Scorer(ABC):
@@ -113,9 +115,10 @@ class Potential(ABC):
             return NotImplemented
         return Product(self.factors + other.factors)
 
-    def __pow__(self, alpha: float) -> Potential:
-        """The target's factor raised to `alpha` > 0: its log-increments times alpha."""
-        return Power(self, alpha)
+    def __pow__(self, alpha: float | Exponent) -> Potential:
+        """The target's factor raised to `alpha` > 0: its log-increments times alpha. An `Exponent` (`bridge`,
+        `normalised`) knows how to raise a potential itself."""
+        return Power(self, float(alpha)) if isinstance(alpha, Real) else NotImplemented
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Product(Potential):
     def defers_end(self) -> bool:
         return any(part.defers_end for part in self.parts)
 
-    def __pow__(self, alpha: float) -> Potential:
+    def __pow__(self, alpha: float | Exponent) -> Potential:
         return Product(tuple(part**alpha for part in self.parts))
 
     def __repr__(self) -> str:
@@ -215,8 +218,8 @@ class Power(Potential):
     def defers_end(self) -> bool:
         return self.base.defers_end
 
-    def __pow__(self, alpha: float) -> Potential:
-        return Power(self.base, self.alpha * alpha)
+    def __pow__(self, alpha: float | Exponent) -> Potential:
+        return Power(self.base, self.alpha * float(alpha)) if isinstance(alpha, Real) else NotImplemented
 
     def __repr__(self) -> str:
         return f"{self.base!r} ** {self.alpha:g}"

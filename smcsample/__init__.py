@@ -7,6 +7,7 @@ from smcsample.lm.agreement import Agreement, agreement
 from smcsample.lm.causal_lm import CausalLM, load_model
 from smcsample.lm.quantized import quantized
 from smcsample.lm.tabular import TabularLM
+from smcsample.mcmc import MCMC, Chains, metropolis_hastings
 from smcsample.posterior import DeadPopulationError, Posterior
 from smcsample.resampling import Status
 from smcsample.rlhf import Samples, dataset, merge
@@ -17,8 +18,10 @@ from smcsample.streaming import TextStream, stream
 from smcsample.text_posterior import TextPosterior
 
 __all__ = [
+    "MCMC",
     "Agreement",
     "CausalLM",
+    "Chains",
     "DeadPopulationError",
     "FeynmanKac",
     "Posterior",
@@ -35,6 +38,7 @@ __all__ = [
     "demo_models",
     "load_model",
     "merge",
+    "metropolis_hastings",
     "quantized",
     "run",
     "sample",

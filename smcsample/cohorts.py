@@ -38,6 +38,7 @@ class Cohort:
             max_new_tokens=request.max_new_tokens,
             eos_ids=request.models[0].eos_ids,
             pools=pools,
+            move=request.move,
         )
         everyone = len(groups) == len(request.ids)
         self._source = request.source if everyone else request.source.take(self._tensor(groups))

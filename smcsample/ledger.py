@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from smcsample.lm.batch import Batch, Block
 from smcsample.lm.law import TokenLaw
-from smcsample.potentials import LM, Potential, Power, Reward
+from smcsample.potentials import LM, Exponent, Potential, Reward
+from smcsample.potentials.exponent import base_and_exponents
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Account:
     `log_p`: the log-probability of each token under the target's first language model at temperature 1, uncut;
     `log_p_law`: under the law that the target states for it (its temperature, top-k and top-p); None without such a
     factor. `names`, `paid`: each factor of the target, and the sum of the log-increments that it gave each particle.
-    `rewards`: r(x) of each `Reward` among them, by name; NaN for a particle that was lost before it had one.
+    `rewards`: r(x) of each `Reward` among them that has no varying exponent, by name; NaN for a particle that was lost
+    before it had one.
     """
 
     log_p: Float[Tensor, "particle token"] | None
@@ -35,7 +38,7 @@ class Ledger:
 
     def __init__(self, target: Potential, batch: Batch) -> None:
         self._target, self._batch = target, batch
-        lms = [base for factor in target.factors if isinstance(base := _bare(factor)[0], LM)]
+        lms = [base for factor in target.factors if isinstance(base := base_and_exponents(factor)[0], LM)]
         self._lm = lms[0] if lms else None
         self._laws = [] if self._lm is None else [TokenLaw(), self._lm.law]
         self._log_p = torch.zeros(batch.n_rows, 0, len(self._laws), dtype=torch.float64, device=batch.device)
@@ -67,14 +70,10 @@ class Ledger:
         paid = self._paid[rows].clone()
         rewards = {}
         for factor, given in zip(self._target.factors, paid.unbind(dim=1), strict=True):
-            base, alpha = _bare(factor)
-            if isinstance(base, Reward):
+            base, exponents = base_and_exponents(factor)
+            constants = [alpha for alpha in exponents if not isinstance(alpha, Exponent)]
+            if isinstance(base, Reward) and len(constants) == len(exponents):
                 lost = (paid == -torch.inf).any(dim=1) & (given > -torch.inf)
-                rewards[repr(base)] = (given * (base.beta / alpha)).masked_fill(lost, torch.nan)
+                rewards[repr(base)] = (given * (base.beta / math.prod(constants))).masked_fill(lost, torch.nan)
         log_p = [self._log_p[rows, :, i].clone() for i in range(len(self._laws))] or [None, None]
         return Account(log_p[0], log_p[1], tuple(map(repr, self._target.factors)), paid, rewards)
-
-
-def _bare(factor: Potential) -> tuple[Potential, float]:
-    """What a power is of, and its exponent."""
-    return (factor.base, factor.alpha) if isinstance(factor, Power) else (factor, 1.0)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 
@@ -17,6 +17,7 @@ from smcsample.lm.prompt import Prompt, split
 from smcsample.lm.stream import Model
 from smcsample.potentials import LM, Potential
 from smcsample.proposals import Draft, Proposal, default_proposal
+from smcsample.sequence import Move
 from smcsample.source import Source
 
 LOGIT_COPIES = 3
@@ -32,8 +33,20 @@ class Options(TypedDict, total=False):
     resampling: str
     ess_threshold: float
     seed: int | Sequence[int]
+    move: Move | None
     source: Source | None
     memory_budget: float | None
+
+
+class Prepared(NamedTuple):
+    """Token ids of every prompt, whether a single prompt was given, a target, a proposal matched to it, and all models,
+    the target's first."""
+
+    ids: list[list[int]]
+    single: bool
+    target: Potential
+    proposal: Proposal
+    models: list[Model]
 
 
 @dataclass(frozen=True)
@@ -52,17 +65,18 @@ class Request:
     ess_threshold: float
     source: Source
     memory_budget: float
+    move: Move | None
 
     def bytes_for(self, group: int) -> float:
         """An upper bound on the memory of one prompt: keys and values of particles that share nothing but the prompt,
-        in a pool that grew by half, and the laws of a round."""
+        in a pool that grew by half, and the laws of a round. A move follows the texts twice more beside the run."""
         round_tokens = self.block_size + 1
         generated = self.n_particles * (self.max_new_tokens + round_tokens)
         total = 0.0
         for model in self.models:
             total += 1.5 * model.bytes_per_token * (len(self.ids[group]) + round_tokens + generated)
             total += 4 * LOGIT_COPIES * self.n_particles * round_tokens * model.vocab_size
-        return total
+        return total if self.move is None else 3 * total
 
 
 def check_request(
@@ -76,6 +90,7 @@ def check_request(
     resampling: str = "systematic",
     ess_threshold: float = 0.5,
     seed: int | Sequence[int] = 0,
+    move: Move | None = None,
     source: Source | None = None,
     memory_budget: float | None = None,
 ) -> Request:
@@ -84,19 +99,12 @@ def check_request(
     Raises:
         ValueError, TypeError: bad input.
     """
-    prompts, single = split(prompt)
-    target = target if isinstance(target, Potential) else LM(target)
-    if proposal is None:
-        proposal = default_proposal(target)
-    elif not isinstance(proposal, Proposal):
-        proposal = Draft(proposal)
-    proposal = proposal.matched_to(target)
-    check_run(n_particles, len(prompts), resampling, ess_threshold, source)
+    check_run(n_particles, len(split(prompt)[0]), resampling, ess_threshold, source)
     block_size = integer("block_size", block_size, 0, "use 0 to draw every token from the target's own law")
     max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
-    models = _models(target, proposal)
-    names = ["prompt"] if single else [f"prompt {i}" for i in range(len(prompts))]
-    ids = [_encoded(prompt, name, models, max_new_tokens) for prompt, name in zip(prompts, names, strict=True)]
+    ids, single, target, proposal, models = prepare(prompt, target, proposal, max_new_tokens)
+    if move is not None:
+        move.check(proposal)
     source = source or Source(seed, len(ids), n_particles, models[0].device)
     if memory_budget is None:
         memory_budget = 0.5 * available_memory(models[0].device)
@@ -117,8 +125,10 @@ def check_request(
         ess_threshold,
         source,
         memory_budget,
+        move,
     )
-    for group, name in enumerate(names):
+    for group in range(len(ids)):
+        name = "prompt" if single else f"prompt {group}"
         if request.bytes_for(group) > memory_budget:
             raise ValueError(
                 f"{name}: {len(ids[group])} tokens and {n_particles} particles × {max_new_tokens} new tokens may take "
@@ -135,6 +145,30 @@ def available_memory(device: torch.device) -> float:
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     kilobytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     return 1024 * kilobytes[0] if kilobytes else 0.5 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def prepare(
+    prompt: Prompt | Sequence[Prompt],
+    target: Potential | Model,
+    proposal: Proposal | Model | None,
+    max_new_tokens: int,
+) -> Prepared:
+    """What to draw from and with what, checked and completed by the defaults.
+
+    Raises:
+        ValueError, TypeError: as `sample`.
+    """
+    prompts, single = split(prompt)
+    target = target if isinstance(target, Potential) else LM(target)
+    if proposal is None:
+        proposal = default_proposal(target)
+    elif not isinstance(proposal, Proposal):
+        proposal = Draft(proposal)
+    proposal = proposal.matched_to(target)
+    models = _models(target, proposal)
+    names = ["prompt"] if single else [f"prompt {i}" for i in range(len(prompts))]
+    ids = [_encoded(one, name, models, max_new_tokens) for one, name in zip(prompts, names, strict=True)]
+    return Prepared(ids, single, target, proposal, models)
 
 
 def _gigabytes(size: float) -> str:

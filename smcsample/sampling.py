@@ -13,6 +13,7 @@ from smcsample.potentials import Potential
 from smcsample.progress import RoundProgress
 from smcsample.proposals import Proposal
 from smcsample.request import Options, check_request
+from smcsample.sequence import Move
 from smcsample.source import Source
 from smcsample.text_posterior import TextPosterior
 
@@ -46,6 +47,7 @@ def sample(
     resampling: str = "systematic",
     ess_threshold: float = 0.5,
     seed: int | Sequence[int] = 0,
+    move: Move | None = None,
     progress: bool | None = None,
     source: Source | None = None,
     memory_budget: float | None = None,
@@ -70,6 +72,7 @@ def sample(
         ess_threshold: τ in [0, 1]: a prompt's particles are resampled when their ESS is below τ·N.
         seed: one integer (prompt i is stream i of it), or one per prompt (then a prompt's result does not depend on
             its place in the list).
+        move: makes particles differ again after resampling: `MCMC(…)`.
         progress: show a progress bar on stderr. Default: only on a terminal.
         source: where random numbers come from, instead of a seed.
         memory_budget: bytes that keys, values and next-token laws may take; prompts that do not fit wait for others to
@@ -96,6 +99,7 @@ def sample(
         resampling=resampling,
         ess_threshold=ess_threshold,
         seed=seed,
+        move=move,
         source=source,
         memory_budget=memory_budget,
     )

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -67,6 +67,19 @@ class Texts:
     account: Account
 
 
+@runtime_checkable
+class Move(Protocol):
+    """A random change of unfinished texts that leaves their prefix target invariant."""
+
+    def check(self, proposal: Proposal) -> None:
+        """Raise ValueError or TypeError if it can't work with this proposal."""
+        ...
+
+    def apply(self, model: SequenceModel, rows: Rows, t: int) -> None:
+        """Change `rows` at the start of round `t`, whatever their weights are."""
+        ...
+
+
 class SequenceModel:
     """`target` and `proposal` over the continuations of prompts, as a `FeynmanKac` model.
 
@@ -78,6 +91,7 @@ class SequenceModel:
         max_new_tokens: length cap.
         eos_ids: every id that ends a text.
         pools: pages of the models' keys and values, if other runs are to share them.
+        move: applied to the running texts at the start of every round but the first, after its resampling.
     """
 
     def __init__(
@@ -90,18 +104,21 @@ class SequenceModel:
         max_new_tokens: int,
         eos_ids: tuple[int, ...],
         pools: dict[Any, PagePool] | None = None,
+        move: Move | None = None,
     ) -> None:
-        self.prompts, self.target, self.proposal = prompts, target, proposal
+        self.prompts, self.target, self.proposal, self.move = prompts, target, proposal, move
         self.block_size, self.max_new_tokens, self.eos_ids = block_size, max_new_tokens, eos_ids
         self._holds_ends = any(factor.defers_end for factor in target.factors)
-        self._pools = {} if pools is None else pools
+        self.pools = {} if pools is None else pools
         self._batches: list[Batch] = []
+        if move is not None:
+            move.check(proposal)
 
     def initial(self, source: Source) -> Rows:
         eos = torch.tensor(self.eos_ids, dtype=torch.long, device=source.device)
         model = next(iter((*self.target.models, *self.proposal.models)), None)
         page = self.block_size + 1
-        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens, model, page, self._pools)
+        batch = Batch(list(self.prompts), source, eos, self.max_new_tokens, model, page, self.pools)
         self._batches.append(batch)
         none = torch.zeros(batch.n_rows, 0, dtype=torch.float64, device=source.device)
         scorers = [factor.start(batch) for factor in self.target.factors]
@@ -131,11 +148,13 @@ class SequenceModel:
 
     def step(self, state: Rows, t: int, source: Source) -> tuple[Rows, Float[Tensor, "group particle"]]:
         spread = torch.zeros(source.n_groups, source.n_particles, dtype=torch.float64, device=source.device)
-        self._close(state, spread)  # resampling may have left a group with finished particles only
+        self.close(state, spread)  # resampling may have left a group with finished particles only
         self._retire(state)
         if len(state.live) > 0:
+            if self.move is not None and t > 0:
+                self.move.apply(self, state, t)
             spread[state.live] += self._round(state).view(len(state.live), -1)
-            self._close(state, spread)
+            self.close(state, spread)
         return state, spread
 
     def select(self, state: Rows, ancestors: Int[Tensor, "group particle"]) -> Rows:
@@ -157,6 +176,12 @@ class SequenceModel:
         self._settle(state, torch.isin(state.live, wanted))
         return {g: state.done[g] for g in groups}
 
+    def adopt(self, rows: Rows, other: Rows) -> None:
+        """Let `rows` go on with the streams, drafter and scorers of `other`, which stands at the same texts."""
+        rows.batch.release()
+        self._batches.append(other.batch)
+        rows.batch, rows.drafter, rows.scorers, rows.ledger = other.batch, other.drafter, other.scorers, other.ledger
+
     def release(self) -> None:
         """Give back the pages of every run of this model that has begun."""
         while self._batches:
@@ -170,14 +195,21 @@ class SequenceModel:
         increments = torch.zeros_like(rows.lengths, dtype=torch.float64)
         rows.batch.more = bool(looking)
         if drafted > 0:
-            increments = increments + self._extend(rows, drafted)
+            increments = increments + self.extend(rows, drafted)
         rows.batch.more = False
         if looking:
             increments = increments + self._bonus(rows, looking)
         rows.batch.forget(rows.ids.shape[1])
         return increments
 
-    def _extend(self, rows: Rows, k: int) -> Float[Tensor, " row"]:
+    def read(self, rows: Rows, ids: Int[Tensor, "row step"], log_q: Float[Tensor, "row step"]) -> Float[Tensor, " row"]:
+        """Append given tokens, drawn with these log-probabilities: Σ over the block of Σ_i log-increments."""
+        block = rows.batch.block(ids, rows.ids.shape[1])
+        increments = reduce(torch.add, [self._score(rows, i, block) for i in range(len(rows.scorers))])
+        rows.drafter.observe(block)
+        return self._append(rows, block, masked(log_q, block), increments)
+
+    def extend(self, rows: Rows, k: int) -> Float[Tensor, " row"]:
         """Draft `k` tokens per row and score them: Σ over the block of Σ_i log-increments − log q."""
         block, log_q = rows.drafter.draft(k)
         if not isinstance(block, Block):
@@ -277,7 +309,7 @@ class SequenceModel:
     def _finished_live(rows: Rows) -> Bool[Tensor, " live"]:
         return rows.batch.ended.view(len(rows.live), rows.batch.n_particles).all(dim=1)
 
-    def _close(self, rows: Rows, spread: Float[Tensor, "group particle"]) -> None:
+    def close(self, rows: Rows, spread: Float[Tensor, "group particle"]) -> None:
         """Add to `spread` what the factors kept for the end, for the groups found finished: once each."""
         due = self._finished_live(rows) & ~rows.closed
         if bool(due.any()):

@@ -8,6 +8,7 @@ import torch
 import smcsample as smc
 from smcsample import cohorts, request
 from smcsample.lm.batch import Batch
+from smcsample.lm.decoder import Decoder
 from smcsample.lm.paged import PagedStream
 from smcsample.potentials import LM, Potential
 from smcsample.potentials.base import Scorer
@@ -82,16 +83,16 @@ def test_waiting_prompts_start_when_others_finish(monkeypatch) -> None:
 def test_cohorts_stay_within_the_budget_and_share_pages(monkeypatch) -> None:
     lm = ending()
     pools, peak = [], 0.0
-    forward = PagedStream._forward
+    forward = Decoder.forward
 
-    def watched(stream: PagedStream, tokens, keep):
+    def watched(decoder: Decoder, tokens, step, keep):
         nonlocal peak
-        out = forward(stream, tokens, keep)
-        pools.append(stream.pages.pool)
-        peak = max(peak, stream.pages.pool.capacity * stream.pages.pool.bytes_per_page)
+        out = forward(decoder, tokens, step, keep)
+        pools.append(step.pool)
+        peak = max(peak, step.pool.capacity * step.pool.bytes_per_page)
         return out
 
-    monkeypatch.setattr(PagedStream, "_forward", watched)
+    monkeypatch.setattr(Decoder, "forward", watched)
     needed = check_request(PROMPTS, LM(lm), **OPTIONS)
     budget = 1.01 * max(needed.bytes_for(g) for g in range(5))
     smc.sample(PROMPTS * 2, LM(lm), memory_budget=budget, **OPTIONS)

@@ -19,7 +19,7 @@ READERS = ["proofs", "tests", "examples", "benchmarks"]  # they may use public n
 CORE = ["feynman_kac", "algorithm", "posterior", "weights", "resampling", "source"]  # know nothing of language models
 LAYERS = {  # who may import what of ours
     "smcsample.kernels": ("smcsample.kernels",),
-    "smcsample.potentials": ("smcsample.potentials", "smcsample.kernels", "smcsample.lm"),
+    "smcsample.potentials": ("smcsample.potentials", "smcsample.kernels", "smcsample.lm", "smcsample.checks"),
 }
 OPTIONAL = ["accelerate", "beartype", "gguf", "llguidance", "matplotlib", "pandas", "ray", "triton"]
 

@@ -50,9 +50,9 @@ class Pages:
         pool.users.append(self)
 
     def release(self) -> None:
-        """Name no page any more."""
+        """Name no page any more. Doing so twice does no harm."""
         self.open(0)
-        self.pool.users.remove(self)
+        self.pool.users[:] = [user for user in self.pool.users if user is not self]
 
     def open(self, rows: int) -> None:
         """Start with rows that hold nothing."""
