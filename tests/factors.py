@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 import smcsample as smc
-from smcsample.potentials import LM, Potential, Reward, Twist, Where
+from smcsample.potentials import (
+    LM,
+    Ban,
+    Bias,
+    Complete,
+    MinTokens,
+    Potential,
+    Regex,
+    Reward,
+    Twist,
+    Where,
+    bridge,
+    normalised,
+)
 from tabular_models import EOS, draft_lm, probability, target_lm
 
 SAID = ("a,", "b", "<eos>")
@@ -101,5 +115,18 @@ FACTORS = {
         Where(even, on="tokens", with_prompt=True),
         lambda prompt, ids: float((len(prompt) + len(ids)) % 2 == 0),
         paired=False,
+    ),
+    "bridge": Factor(LM(Q) ** bridge(0.4, 1.5, tokens=2), lambda prompt, ids: probability(Q, prompt[-1], ids) ** 1.5),
+    "normalised": Factor(
+        LM(Q) ** normalised(2.0, tokens=2),
+        lambda prompt, ids: probability(Q, prompt[-1], ids) ** (1 + min(1, 2 / len(ids))),
+        paired=False,
+    ),
+    "at least two tokens": Factor(MinTokens(1), lambda prompt, ids: float(ids[0] != EOS)),
+    "bias": Factor(Bias({0: 0.4, EOS: -0.7}), lambda prompt, ids: math.exp(0.4 * ids.count(0) - 0.7 * ids.count(EOS))),
+    "ban": Factor(Ban([1]), lambda prompt, ids: float(1 not in ids), paired=False),
+    "complete": Factor(Complete(), lambda prompt, ids: float(ids[-1] == EOS)),
+    "regex": Factor(
+        Regex("(a,|b)*b", ends="model"), lambda prompt, ids: float(bool(re.fullmatch("(a,|b)*b", said(ids))))
     ),
 }
