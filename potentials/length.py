@@ -89,7 +89,8 @@ class MinTokensScorer(Scorer):
         return torch.where(ends & early, -math.inf, torch.zeros_like(block.ids, dtype=torch.float64))
 
     def next_logits(self) -> Float[Tensor, "row vocab"]:
-        table = torch.zeros(self.batch.vocab_size, device=self.batch.device)
+        vocab_size = self.batch.reader(MinTokens(self.tokens)).vocab_size
+        table = torch.zeros(vocab_size, device=self.batch.device)
         if self.seen < self.tokens:
             table[self.batch.eos_ids] = -math.inf
         return table.expand(self.batch.n_rows, -1)

@@ -32,8 +32,9 @@ def test_our_potentials_pass(name: str) -> None:
         factor.potential, P, PROMPTS, n_texts=16, max_new_tokens=6, expected=log_weight, tolerance=1e-9
     )
     assert report.texts == 48
-    assert (report.zero > 0) == name.startswith(("where", "hard"))
-    assert (report.told > 50) == name.startswith("LM")
+    assert (report.zero > 0) == name.startswith(("where", "hard", "at least", "ban", "complete", "regex"))
+    tells = ("LM", "bridge", "normalised", "at least", "bias", "ban", "complete", "regex")
+    assert (report.told > 50) == name.startswith(tells)
 
 
 def no_w3(text: str) -> bool:

@@ -102,17 +102,6 @@ class Batch:
     def device(self) -> torch.device:
         return self.source.device
 
-    @property
-    def vocab_size(self) -> int:
-        """The vocabulary of the models that follow these rows, which all have the same one.
-
-        Raises:
-            LookupError: no model follows them.
-        """
-        if not self._streams:
-            raise LookupError("no language model follows these rows, so their vocabulary is unknown; add LM(model)")
-        return next(iter(self._streams)).vocab_size
-
     def stream(self, model: Model) -> LMStream:
         """The stream of `model` over these rows: one per model, shared by all who name it."""
         if model not in self._streams:
