@@ -25,6 +25,7 @@ from smcsample.checks import integer
 from smcsample.lm.batch import Batch, Block, masked
 from smcsample.lm.stream import Model
 from smcsample.potentials.base import Potential, Power, Product, Scorer
+from smcsample.potentials.guide import Guide, PowerGuide
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,6 +125,23 @@ class ScheduledPower(Potential):
     @property
     def models(self) -> tuple[Model, ...]:
         return self.base.models
+
+    @property
+    def guides(self) -> bool:
+        return self.base.guides
+
+    @property
+    def tests(self) -> bool:
+        return self.base.tests
+
+    def guide(self, batch: Batch) -> Guide | None:
+        # A mask is the same to any power, and what only weighs tokens may be drafted by its last one.
+        base = self.base.guide(batch)
+        return None if base is None else PowerGuide(base, self.alpha.end)
+
+    @property
+    def defers_end(self) -> bool:
+        return self.base.defers_end
 
     def __repr__(self) -> str:
         power = isinstance(self.base, (Power, ScheduledPower))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from smcsample.lm.batch import Batch, Block
@@ -63,8 +63,8 @@ class Ledger:
         """Row i continues row `ancestors[i]`."""
         self._log_p, self._paid = self._log_p[ancestors], self._paid[ancestors]
 
-    def account(self, group: int) -> Account:
-        """The page of the batch's `group`-th group."""
+    def account(self, group: int, lost: Bool[Tensor, " particle"]) -> Account:
+        """The page of the batch's `group`-th group, of whose particles some are lost."""
         n = self._batch.n_particles
         rows = slice(group * n, (group + 1) * n)
         paid = self._paid[rows].clone()
@@ -73,7 +73,7 @@ class Ledger:
             base, exponents = base_and_exponents(factor)
             constants = [alpha for alpha in exponents if not isinstance(alpha, Exponent)]
             if isinstance(base, Reward) and len(constants) == len(exponents):
-                lost = (paid == -torch.inf).any(dim=1) & (given > -torch.inf)
-                rewards[repr(base)] = (given * (base.beta / math.prod(constants))).masked_fill(lost, torch.nan)
+                before = lost & (given > -torch.inf)
+                rewards[repr(base)] = (given * (base.beta / math.prod(constants))).masked_fill(before, torch.nan)
         log_p = [self._log_p[rows, :, i].clone() for i in range(len(self._laws))] or [None, None]
         return Account(log_p[0], log_p[1], tuple(map(repr, self._target.factors)), paid, rewards)

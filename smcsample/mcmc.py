@@ -193,7 +193,10 @@ def _chains(
         prompt,
         ids,
         [model.decode(row) for row in ids],
-        ["eos" if e else "lost" if gone else "length" for e, gone in zip(ended, lost, strict=True)],
+        [
+            "eos" if e else "lost" if gone else "stop" if len(row) < chain.ids.shape[1] else "length"
+            for e, gone, row in zip(ended, lost, ids, strict=True)
+        ],
         chain.log_target[rows],
         accepted[rows].double().mean().item() / moves if moves else 0.0,
         int(drawn[rows].sum()),

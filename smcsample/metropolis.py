@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from smcsample.kernels.ops import Purpose
-from smcsample.proposals import Draft, Proposal
+from smcsample.proposals import Constrained, Draft, Proposal
 from smcsample.sequence import Rows, SequenceModel
 from smcsample.source import Source
 
@@ -135,6 +135,8 @@ def walk(
         deferred = torch.zeros(source.n_groups, source.n_particles, dtype=torch.float64, device=source.device)
         model.close(rows, deferred)
         log_target = log_target + deferred.flatten()
+    else:  # what waits for the end of a run belongs to the text all the same
+        log_target = log_target + rows.held.masked_fill(rows.lost, 0.0)
     reached = Chain(rows.ids, rows.log_q, rows.lengths, rows.batch.ended, log_target)
     return rows, reached.padded(horizon)
 
@@ -144,7 +146,7 @@ def walked(
 ) -> Chain:
     """The chain that a `walk` ends in; what its models needed on the way is given back."""
     rows, reached = walk(model, source, chain, keep, read, horizon)
-    rows.batch.release()
+    model.discard(rows.batch)
     return reached
 
 
@@ -198,12 +200,13 @@ def check_proposal(proposal: Proposal) -> None:
         TypeError: a proposal whose tokens have no stated law.
         ValueError: a proposal that can't give every token the target allows.
     """
-    if not isinstance(proposal, Draft):
+    draft = proposal.draft if isinstance(proposal, Constrained) else proposal
+    if not isinstance(draft, Draft):
         raise TypeError(
             f"proposal {proposal!r} can't make Metropolis–Hastings moves, which need the law of every token; use "
             "Draft(model)"
         )
-    if proposal.allow_truncation:
+    if draft.allow_truncation:
         raise ValueError(
             f"proposal {proposal!r} may cut what the target allows, and then no move ever leads back; leave "
             "allow_truncation out"

@@ -178,9 +178,14 @@ class SequenceModel:
 
     def adopt(self, rows: Rows, other: Rows) -> None:
         """Let `rows` go on with the streams, drafter and scorers of `other`, which stands at the same texts."""
-        rows.batch.release()
+        self.discard(rows.batch)
         self._batches.append(other.batch)
         rows.batch, rows.drafter, rows.scorers, rows.ledger = other.batch, other.drafter, other.scorers, other.ledger
+
+    def discard(self, batch: Batch) -> None:
+        """Give back the pages of one run that goes no further."""
+        self._batches[:] = [other for other in self._batches if other is not batch]
+        batch.release()
 
     def release(self) -> None:
         """Give back the pages of every run of this model that has begun."""
@@ -339,9 +344,10 @@ class SequenceModel:
         """Put the tokens of these groups where `texts` finds them."""
         groups, tokens = (len(rows.live), rows.batch.n_particles), rows.ids.shape[1]
         ids, log_q = rows.ids.view(*groups, tokens), rows.log_q.view(*groups, tokens)
-        lengths, stopped = rows.lengths.view(groups), rows.stopped.view(groups)
+        lengths, stopped, lost = (x.view(groups) for x in (rows.lengths, rows.stopped, rows.lost))
         for i in over.nonzero()[:, 0].tolist():
-            rows.done[int(rows.live[i])] = Texts(ids[i], log_q[i], lengths[i], stopped[i], rows.ledger.account(i))
+            account = rows.ledger.account(i, lost[i])
+            rows.done[int(rows.live[i])] = Texts(ids[i], log_q[i], lengths[i], stopped[i], account)
 
     @staticmethod
     def _move(rows: Rows, ancestors: Int[Tensor, " kept"]) -> None:

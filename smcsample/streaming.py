@@ -37,12 +37,14 @@ def stream(
     Args: those of `sample`, for one prompt.
 
     Raises:
-        ValueError, TypeError: as `sample`, before any model runs; also a list of prompts.
+        ValueError, TypeError: as `sample`, before any model runs; also a list of prompts, or a `move`.
         DeadPopulationError, FloatingPointError: on the way, as `sample` and `TextPosterior.text` do.
     """
     request = check_request(prompt, target, proposal, **options)
     if not request.single:
         raise ValueError(f"prompt is a list of {len(request.ids)} prompts; stream one at a time")
+    if request.move is not None:
+        raise ValueError(f"move = {request.move!r} changes text that was certain before; use `sample`, or leave it out")
 
     return TextStream(request)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import smcsample as smc
 from factors import FACTORS, P, Q, qualities, quality, said
-from smcsample.potentials import LM, Potential, Reward, Scorer, Where
+from smcsample.potentials import LM, Ban, MinTokens, Potential, Reward, Scorer, Where
 from smcsample.proposals import Draft
 from tabular_models import EOS, probability, sequences
 from tiny_models import tiny
@@ -347,3 +347,11 @@ def test_preference_pairs_part_at_forks(seed: int) -> None:
     assert len(longest["chosen"]) == max(len(posterior.texts[n]) for n in alive)
     with pytest.raises(ValueError, match="score is needed"):
         smc.sample([0], LM(P), n_particles=2, max_new_tokens=2).preference_pairs()
+
+
+def test_particles_lost_where_no_token_was_possible_have_no_reward() -> None:
+    """No single factor gave them weight zero: their tables together did."""
+    target = LM(P) * Reward(lambda texts: [5.0] * len(texts), when="round") * Ban([0, 1]) * MinTokens(1)
+    posterior = smc.sample([0], target, Draft(P, guided=False), n_particles=3, block_size=0, max_new_tokens=3)
+    assert posterior.finish_reasons == ["lost"] * 3
+    assert all(math.isnan(value) for values in posterior.rewards.values() for value in values)

@@ -91,6 +91,8 @@ def test_a_text_that_is_no_continuation_of_its_prefix_is_an_error() -> None:
 def test_one_prompt_at_a_time() -> None:
     with pytest.raises(ValueError, match="list of 2 prompts"):
         smc.stream(torch.tensor([[3], [4]]), LM(tiny("llama")), max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"move = MCMC.*certain"):
+        smc.stream([3], LM(tiny("llama")), max_new_tokens=4, move=smc.MCMC())
     with pytest.raises(ValueError, match="n_particles = 0"):
         smc.stream([3], LM(tiny("llama")), n_particles=0, max_new_tokens=4)
 
