@@ -85,10 +85,11 @@ def peer(pattern: str) -> Callable[[int, int], float] | None:
         return None
     import asyncio
 
+    from genlm.backend.llm import AsyncTransformer  # pyright: ignore[reportMissingImports]
     from genlm.control import AWRS, BoolFSA, PromptedLLM  # pyright: ignore[reportMissingImports]
 
     lm = demo_target()
-    llm = PromptedLLM.from_name((lm.model, lm.tokenizer), backend="hf")
+    llm = PromptedLLM(AsyncTransformer(lm.model, lm.tokenizer))
     llm.set_prompt_from_str(PROMPT)
     sampler = AWRS(llm, BoolFSA.from_regex(pattern).coerce(llm, f=b"".join))
 
