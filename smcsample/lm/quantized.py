@@ -49,7 +49,8 @@ def quantize_linears(module: nn.Module, bits: int = 8) -> nn.Module:
     (`bits=8`) or 0.41 (`bits=4`) of float32's time for 1 row, 0.69 or 0.53 for 8 rows. The acceptance Σ min(p, q) is
     0.96 with `bits=8`. With `bits=4` it is 0.71, or 0.98 if the checkpoint is itself 4-bit in groups of 32 (that
     model's GGUF Q4_1). For fewer than 5 rows a bfloat16 × int8 product would be faster still, but would make a row's
-    law depend on how many rows stand beside it.
+    law depend on how many rows stand beside it. These times are of a model that is not packed: float32 layers that are
+    (`smcsample.lm.packed`) are faster than int8 ones, whose step of 8 rows takes 1.2 times as long.
 
     Integers save time on a CPU only: elsewhere weights are dequantised at each call, for less memory and more time.
     Experts kept as one stacked parameter, and subclasses of `nn.Linear`, are not replaced.
