@@ -165,3 +165,16 @@ def test_leaving_out_what_cannot_win_changes_no_token(scale: float, dtype: torch
 def test_the_gumbels_that_can_occur_are_no_further_apart_than_said() -> None:
     extreme = gumbel(torch.tensor([0, (1 << 32) - 1]))
     assert GUMBEL_SPREAD - 0.1 < extreme[0] - extreme[1] < GUMBEL_SPREAD
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_a_row_with_a_nan_gets_a_token_of_the_vocabulary_and_its_neighbours_theirs(scale: float) -> None:
+    """So that whoever checks the logits later, once for many positions, gets to say which row it was."""
+    log_weights = scale * torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
+    zero = torch.zeros(5, dtype=torch.long)
+    counters = Counters(zero + 3, zero, torch.arange(5), zero)
+    expected = draw_gumbel_max(log_weights, counters, Purpose.DRAFT)
+    log_weights[2, 7] = math.nan
+    tokens = draw_gumbel_max(log_weights, counters, Purpose.DRAFT)
+    assert bool(((tokens >= 0) & (tokens < 40)).all())
+    assert torch.equal(tokens[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])

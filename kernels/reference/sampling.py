@@ -206,7 +206,8 @@ def draw_gumbel_max(
     score = shifted + gumbel(words_at(counters, purpose, row, token))
     best = score.new_full((rows,), -math.inf).scatter_reduce_(0, row, score, "amax")
     first = token.masked_fill(score < best[row], vocab)  # of several best tokens the first, as argmax does
-    return token.new_full((rows,), vocab).scatter_reduce_(0, row, first, "amin")
+    drawn = token.new_full((rows,), vocab).scatter_reduce_(0, row, first, "amin")
+    return drawn.masked_fill(drawn == vocab, 0)  # a row with a NaN, whose caller must look, too
 
 
 def log_sum_exp(log_weights: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
